@@ -292,7 +292,7 @@ class _Rank:
             size += low * (2 * Q + 2 * K)
         if model.qk_norm:
             size += (_FP32 if is_eager else low) * (Q + K)
-        # gate, up, and their product; uncompiled silu(gate) too
+        # gate, up, and their product; uncompiled activation(gate) too
         dense = (4 if is_eager else 3) * low
         if not model.is_moe_layer(self.layers[i]):
             return self.tokens * (size + dense * model.intermediate_size)

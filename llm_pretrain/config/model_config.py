@@ -29,7 +29,10 @@ class ModelConfig:
     Args:
         vocab_size: Rows of the embedding. Default: the tokenizer's size, rounded up to a multiple of 64.
         hidden_size: Width of the residual stream.
-        intermediate_size: Width of the SwiGLU in a dense layer.
+        intermediate_size: Width of the feed-forward network, a gated linear unit, in a dense layer.
+        hidden_act: Activation of the gate in dense layers and experts: `silu` (SwiGLU, arXiv:2002.05202),
+            `gelu_pytorch_tanh` (GEGLU there, with GELU's tanh approximation) or `relu2` (the square of ReLU,
+            arXiv:2109.08668).
         num_hidden_layers: Number of decoder layers.
         num_attention_heads: Number of query heads.
         num_key_value_heads: Number of key and value heads (grouped-query attention).
@@ -52,10 +55,10 @@ class ModelConfig:
         qk_norm: RMSNorm on queries and keys, per head (Qwen3); without it the model is a Llama or Mixtral.
         num_experts: Experts per mixture-of-experts layer; 0 makes every layer dense.
         num_experts_per_tok: Experts selected for each token (top-k).
-        moe_intermediate_size: Width of the SwiGLU of one expert. Default: intermediate_size.
+        moe_intermediate_size: Width of one expert. Default: intermediate_size.
         norm_topk_prob: Normalise the probabilities of the selected experts to sum to one.
-        n_shared_experts: Shared experts that process every token beside the selected ones: one SwiGLU of this
-            many times the width of an expert (DeepSeekMoE, arXiv:2401.06066); 0 for none.
+        n_shared_experts: Shared experts that process every token beside the selected ones: one of this many
+            times the width of an expert (DeepSeekMoE, arXiv:2401.06066); 0 for none.
         scoring_func: Function from router logits to scores: `softmax` over all experts, or `sigmoid` of each
             (DeepSeek-V3, arXiv:2412.19437).
         routed_scaling_factor: Factor on the weights of the selected experts, after normalisation.
@@ -77,6 +80,7 @@ class ModelConfig:
     vocab_size: Annotated[int, Range(gt=0, le=1 << 28)] | None = None
     hidden_size: Annotated[int, Range(gt=0, le=1 << 20)] = 512
     intermediate_size: Annotated[int, Range(gt=0, le=1 << 20)] = 1408
+    hidden_act: Literal["silu", "gelu_pytorch_tanh", "relu2"] = "silu"
     num_hidden_layers: Annotated[int, Range(gt=0, le=1 << 12)] = 8
     num_attention_heads: Annotated[int, Range(gt=0, le=1 << 16)] = 8
     num_key_value_heads: Annotated[int, Range(gt=0, le=1 << 16)] = 2
@@ -214,7 +218,7 @@ class ModelConfig:
 
     @property
     def expert_intermediate_size(self) -> int:
-        """Width of one expert's SwiGLU, resolved."""
+        """Width of one expert, resolved."""
         return self.moe_intermediate_size or self.intermediate_size
 
     @property

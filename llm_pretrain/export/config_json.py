@@ -38,6 +38,7 @@ _COMMON = (
     "rms_norm_eps",
     "tie_word_embeddings",
     "attention_dropout",
+    "hidden_act",
 )
 _OWN_FIELDS = "llm_pretrain"
 """Key of the fields that an architecture has no key for: the coefficient of a loss, which tensors are zeros
@@ -78,7 +79,6 @@ def huggingface_config(
         "model_type": model_type,
         "vocab_size": model.vocab_size,
         "head_dim": model.attention_head_dim,
-        "hidden_act": "silu",
         "attention_bias": False,
         "use_cache": True,
         **_rope_keys(model),
@@ -273,8 +273,6 @@ def _foreign_features(config_json: dict[str, Any]) -> list[str]:
     if model_type == "smollm3" and config_json.get("no_rope_layers") is None:
         not_rotated = layers // (config_json.get("no_rope_layer_interval") or 4)
     found = {
-        "hidden_act": (config_json.get("hidden_act", "silu"), "silu"),
-        "hidden_activation": (config_json.get("hidden_activation") or "silu", "silu"),
         "attention_bias": (config_json.get("attention_bias", False), False),
         "mlp_bias": (config_json.get("mlp_bias", False), False),
         "use_bias": (bool(config_json.get("use_bias", False)), False),

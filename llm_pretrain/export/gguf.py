@@ -20,7 +20,7 @@ from llm_pretrain.config.model_config import YARN_BETAS, ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.export.config_json import model_config_from_huggingface
 from llm_pretrain.export.gguf_tokenizer import Vocabulary, read_vocabulary
-from llm_pretrain.export.hf_architectures import check_carried
+from llm_pretrain.export.hf_architectures import GGUF_CARRIED, check_carried
 from llm_pretrain.export.huggingface import (
     TensorFiles,
     described_tensors,
@@ -106,7 +106,7 @@ def write_gguf(
             "--to gguf: expected the package gguf, found none; pip install 'llm_pretrain[gguf]'"
         ) from None
     model = model_config_from_huggingface(read_config(weights))
-    check_carried(model, "GGUF")
+    check_carried(model, "GGUF", GGUF_CARRIED)
     architecture = _architecture(model)
     with TensorFiles(weights) as files:
         files.check_size(model)

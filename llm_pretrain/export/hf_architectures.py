@@ -187,23 +187,31 @@ CARRIED = frozenset(
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
         *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "initializer_range"),
         *("tie_word_embeddings", "attention_dropout", "rope_theta", "rope_type", "rope_factor"),
-        *("original_max_position_embeddings", "qk_norm", "num_experts", "num_experts_per_tok"),
+        *("original_max_position_embeddings", "qk_norm", "hidden_act", "num_experts", "num_experts_per_tok"),
         *("moe_intermediate_size", "norm_topk_prob", "n_shared_experts", "scoring_func"),
         *("routed_scaling_factor", "first_k_dense_replace", "decoder_sparse_step", "router_aux_loss_coef"),
         *("router_bias_update_rate", "router_z_loss_coef", "router_aux_loss_scope"),
         *("hidden_dropout", "zero_init_residual", "init_from"),  # of training alone
     }
 )
-"""Fields of the model that the architectures here and GGUF express, or that change training alone."""
+"""Fields of the model that the architectures here express, or that change training alone."""
+
+GGUF_CARRIED = CARRIED - {"hidden_act"}
+"""Those of them that GGUF expresses: llama.cpp computes SiLU in every architecture that is written."""
 
 
-def check_carried(model: ModelConfig, target: str) -> None:
+def check_carried(model: ModelConfig, target: str, carried: frozenset[str] = CARRIED) -> None:
     """Stop unless every field of the model that a target has no word for has its neutral value.
+
+    Args:
+        model: The model.
+        target: Its name.
+        carried: Fields that it has a word for.
 
     Raises:
         ConfigError: naming the fields.
     """
-    found = {name: value for name, value in vars(model).items() if name not in CARRIED}
+    found = {name: value for name, value in vars(model).items() if name not in carried}
     neutral = neutral_values(type(model))
     if problems := [
         f"model.{name}: {target} cannot express it; expected {neutral[name]}, found {value}"

@@ -118,7 +118,10 @@ def _summary(data: ModelCardData, model_type: str | None) -> str:
 def _use(data: ModelCardData, model_type: str | None) -> str:
     lines = ["## Use", "", "```sh", 'llm-pretrain generate . --prompt "Once upon"']
     lines += ["llm-pretrain chat ."] if data.has_chat_template else []
-    lines += ["llm-pretrain export . --to gguf --output model.gguf   # llama.cpp", "```"]
+    hidden_act = data.config.model.hidden_act
+    if hidden_act == "silu":
+        lines += ["llm-pretrain export . --to gguf --output model.gguf   # llama.cpp"]
+    lines += ["```"]
     if model_type:
         lines += [
             "",
@@ -131,6 +134,11 @@ def _use(data: ModelCardData, model_type: str | None) -> str:
             "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))",
             "```",
         ]
+        if hidden_act != "silu":
+            lines += [
+                "",
+                f"The activation is `{hidden_act}`; vLLM and mlx-lm refuse it, or compute SiLU instead.",
+            ]
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model.attention import Attention, LayerCache, rotary_tables
+from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.attention import DocumentLayout, document_layout
 from llm_pretrain.model.kernels.choice import AUTO, Kernels, attention_implementation, loss_kernel
 from llm_pretrain.model.kernels.layers import product_dtype
@@ -62,7 +63,8 @@ class DecoderLayer(nn.Module):
         if config.is_moe_layer(layer):
             self.mlp = MoeFeedForward(config, kernels)
         else:
-            self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
+            activation = ACTIVATIONS[config.hidden_act]
+            self.mlp = FeedForward(config.hidden_size, config.intermediate_size, activation)
 
     def forward(
         self,

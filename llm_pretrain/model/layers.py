@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llm_pretrain.model.kernels.activations import SILU, Activation
 from llm_pretrain.model.kernels.layers import (
     apply_linears,
     at_least_fp32,
+    gated,
     linear,
     rms_norm,
-    swiglu,
     uses_cpu_kernels,
 )
 
@@ -41,10 +42,11 @@ class Embedding(nn.Embedding):
 
 
 class FeedForward(nn.Module):
-    """Dense SwiGLU (arXiv:2002.05202): `down(silu(gate(x)) * up(x))`."""
+    """Dense gated linear unit (arXiv:2002.05202): `down(activation(gate(x)) * up(x))`."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int):
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: Activation = SILU):
         super().__init__()
+        self.activation = activation
         self.gate_proj = Linear(hidden_size, intermediate_size)
         self.up_proj = Linear(hidden_size, intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
@@ -53,8 +55,8 @@ class FeedForward(nn.Module):
         """[B, S, H] to [B, S, H]."""
         gate_BSI, up_BSI = apply_linears(x_BSH, self.gate_proj, self.up_proj)
         if uses_cpu_kernels(gate_BSI):
-            return self.down_proj(swiglu(gate_BSI, up_BSI))
-        return self.down_proj(F.silu(gate_BSI) * up_BSI)
+            return self.down_proj(gated(gate_BSI, up_BSI, self.activation))
+        return self.down_proj(self.activation.function(gate_BSI) * up_BSI)
 
 
 class RMSNorm(nn.Module):

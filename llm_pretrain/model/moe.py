@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.choice import AUTO, Kernels, experts_kernel
 from llm_pretrain.model.kernels.experts import top_experts
 from llm_pretrain.model.kernels.layers import at_least_fp32, linear, product_dtype
@@ -208,11 +209,11 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E SwiGLUs in two stacked parameters, so that every expert has a gradient, with tokens or without."""
+    """E experts in two stacked parameters, so that every one has a gradient, with tokens or without."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels = AUTO):
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.activation = kernels, ACTIVATIONS[config.hidden_act]
         experts, size = config.num_experts, config.expert_intermediate_size
         self.num_experts = experts
         self.gate_up_proj = nn.Parameter(torch.zeros(experts, 2 * size, config.hidden_size))
@@ -233,7 +234,7 @@ class Experts(nn.Module):
         gate_up, down = self.parameters_to_multiply()
         kernel = experts_kernel(self.kernels, x_TH.device, dtype, down.shape)
         with torch.autocast(x_TH.device.type, enabled=False):
-            return kernel(x_TH, gate_up, down, weights_TK, chosen_TK, dtype)
+            return kernel(x_TH, gate_up, down, weights_TK, chosen_TK, dtype, self.activation)
 
     def parameters_to_multiply(self) -> tuple[Tensor, Tensor]:
         """`gate_up_proj` and `down_proj`."""
@@ -247,9 +248,9 @@ class MoeFeedForward(nn.Module):
         super().__init__()
         self.gate = Router(config)
         self.experts = Experts(config, kernels)
-        # Shared experts side by side are one SwiGLU of their summed width (arXiv:2401.06066, section 3.2).
+        # Shared experts side by side are one unit of their summed width (arXiv:2401.06066, section 3.2).
         size = config.n_shared_experts * config.expert_intermediate_size
-        self.shared_experts = FeedForward(config.hidden_size, size) if size else None
+        self.shared_experts = FeedForward(config.hidden_size, size, self.experts.activation) if size else None
 
     def forward(
         self, x_BSH: Tensor, mask_BS: Tensor, global_counts_E: Tensor | None = None

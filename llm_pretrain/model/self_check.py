@@ -26,6 +26,7 @@ from torch.optim import AdamW
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model.attention import rotary_tables
 from llm_pretrain.model.decoder import DecoderLayer, compile_layer
+from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.attention import DocumentLayout, document_attention, document_layout
 from llm_pretrain.model.kernels.choice import Kernels, experts_kernel, loss_kernel, resolved_kernels
 from llm_pretrain.model.kernels.experts import experts_reference
@@ -276,10 +277,10 @@ def _experts(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Compu
         draw.normal(_TOKENS, top_k).abs(),
     )
     kernel = experts_kernel(kernels, on.device, on.dtype, (experts, hidden, width))
-    chosen_on_device = chosen.to(on.device)
+    chosen_on_device, activation = chosen.to(on.device), ACTIVATIONS[config.hidden_act]
     return _compared(
-        lambda *tensors: [kernel(*tensors, chosen_on_device, on.dtype)],
-        lambda x, gate_up, down, weights: [experts_reference(x, gate_up, down, weights, chosen)],
+        lambda *tensors: [kernel(*tensors, chosen_on_device, on.dtype, activation)],
+        lambda *tensors: [experts_reference(*tensors, chosen, torch.float64, activation)],
         leaves,
         [draw.normal(_TOKENS, hidden)],
         on.device,

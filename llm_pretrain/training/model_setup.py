@@ -224,7 +224,7 @@ def use_float8(model: Decoder, *, emulate: bool = False) -> None:
 
 _COMPARED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("attention_head_dim", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "qk_norm"),
+    *("attention_head_dim", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "qk_norm", "hidden_act"),
 )
 _COMPARED_WITH_EXPERTS = (
     *("num_experts", "num_experts_per_tok", "expert_intermediate_size", "norm_topk_prob"),
@@ -440,7 +440,7 @@ def upcycle(
 ) -> None:
     """Turn dense tensors in place into those of a mixture of experts that computes the same logits.
 
-    With I an expert's width and G = dense width ÷ I: expert e is slice e mod G of the dense SwiGLU, and the
+    With I an expert's width and G = dense width ÷ I: expert e is slice e mod G of the dense unit, and the
     routers' initial rows are repeated G times, so that the top K = t·G experts are the t best rows with all
     their slices ("virtual groups", arXiv:2410.07524). The weights of the chosen experts sum to
     `routed_scaling_factor`, and each slice gets 1/G of its set's weight, so `down_proj` is multiplied by G ÷
@@ -481,7 +481,7 @@ def _upcycling(target_config: ModelConfig, source_config: ModelConfig) -> str:
     slices = source_config.intermediate_size // target_config.expert_intermediate_size
     what = f"a slice of 1/{slices} of" if slices > 1 else "a copy of"
     experts, layers = target_config.num_experts, len(target_config.moe_layers)
-    return f"upcycled: each of {experts} experts in {layers} layers is {what} the dense layer's SwiGLU"
+    return f"upcycled: each of {experts} experts in {layers} layers is {what} the dense layer's network"
 
 
 _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")

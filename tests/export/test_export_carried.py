@@ -47,15 +47,17 @@ def test_every_field_of_today_is_declared():
     assert set(vars(ModelConfig())) == CARRIED
 
 
-def test_a_checkpoint_without_a_field_has_its_neutral_value():
+@pytest.mark.parametrize(("name", "other"), [("n_shared_experts", "2"), ("hidden_act", "relu2")])
+def test_a_checkpoint_without_a_field_has_its_neutral_value(name: str, other: str):
     expected = model_fingerprint(ModelConfig(vocab_size=64))
-    earlier = {key: text for key, text in expected.items() if key != "model.n_shared_experts"}
+    earlier = {key: text for key, text in expected.items() if key != f"model.{name}"}
+    assert earlier != expected
     assert fingerprint_differences(earlier, expected) == []
     assert fingerprint_differences(expected, earlier) == []
-    changed = expected | {"model.n_shared_experts": "2"}
+    changed = expected | {f"model.{name}": other}
     for saved, wanted in ((earlier, changed), (changed, earlier)):
         (line,) = fingerprint_differences(saved, wanted)
-        assert line.startswith("model.n_shared_experts is ")
+        assert line.startswith(f"model.{name} is ")
 
 
 def test_a_missing_key_of_something_else_is_a_difference():

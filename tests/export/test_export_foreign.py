@@ -194,7 +194,6 @@ def test_scaling_is_written_in_every_spelling():
         ("gemma2", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("gemma2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ("gemma2", {"sliding_window": 4096}, "sliding_window"),
-        ("gemma2", {"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation"),
     ],
 )
 def test_what_our_decoder_lacks_is_refused_by_name(model_type, keys, name):

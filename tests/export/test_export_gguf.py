@@ -265,6 +265,8 @@ def test_a_file_is_the_same_every_time(tmp_path, tokenizers):
     [
         ({"decoder_sparse_step": 2}, ["decoder_sparse_step"]),
         ({"decoder_sparse_step": 2, "norm_topk_prob": False}, ["decoder_sparse_step"]),
+        ({"hidden_act": "gelu_pytorch_tanh"}, ["hidden_act"]),
+        ({"hidden_act": "relu2", "num_experts": 0}, ["hidden_act"]),
     ],
 )
 def test_what_llama_cpp_cannot_compute_is_refused_by_field(tmp_path, tokenizers, changes, fields):

@@ -77,6 +77,14 @@ SHAPES |= {
     f"{name}-yarn": dataclasses.replace(SHAPES[name], **YARN)
     for name in ("qwen3", "qwen3_moe", "mixtral", "glm4_moe", "hy_v3", "ernie4_5_moe", "qwen2_moe")
 }
+SHAPES |= {
+    f"{name}-{hidden_act}": dataclasses.replace(SHAPES[name], hidden_act=hidden_act)
+    for hidden_act, names in {
+        "gelu_pytorch_tanh": ("qwen3", "llama", "qwen3_moe", "glm4_moe", "ernie4_5_moe"),
+        "relu2": ("qwen3", "mistral", "qwen3_moe", "mixtral", "hy_v3", "qwen2_moe"),
+    }.items()
+    for name in names
+}
 SHAPES["llama-linear"] = dataclasses.replace(SHAPES["llama"], **LINEAR)
 SHAPES["glm4_moe-linear"] = dataclasses.replace(FINE, **LINEAR)
 OWN_NAMES = ("qwen3", "llama", "qwen3_moe", "mixtral", "glm4_moe")  # modules are called as ours are

@@ -100,6 +100,15 @@ def test_a_model_that_transformers_does_not_know_is_not_sent_there():
     assert "from_pretrained" not in card
 
 
+def test_an_activation_that_readers_lack_is_named_and_not_sent_to_llama_cpp():
+    model = dataclasses.replace(MODEL, hidden_act="relu2")
+    card = model_card(dataclasses.replace(FACTS, config=dataclasses.replace(CONFIG, model=model)))
+    assert "--to gguf" not in card
+    assert "The activation is `relu2`; vLLM and mlx-lm refuse it, or compute SiLU instead." in card
+    assert 'AutoModelForCausalLM.from_pretrained(".")' in card
+    assert "vLLM" not in model_card(FACTS)
+
+
 def test_it_has_no_path_of_the_machine_and_its_settings_load():
     card = model_card(FACTS)
     for private in ("/home", "someone", "secret-project", "/data/private", "/scratch", "elsewhere/"):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.experts import (
     experts_reference,
     grouped_experts,
@@ -53,16 +54,17 @@ def problem(
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
 )
-def test_kernel_equals_the_definition(kernel, top_k, dtype, tolerance):
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=list(ACTIVATIONS))
+def test_kernel_equals_the_definition(kernel, top_k, dtype, tolerance, activation):
     if kernel == "grouped" and dtype == torch.float64:
         pytest.skip("grouped_mm has no float64")
     inputs = problem(70, 6, top_k, 32, 16, dtype)
     target = torch.randn(70, 32, generator=torch.Generator().manual_seed(4))
-    out = KERNELS[kernel](*inputs, dtype)
+    out = KERNELS[kernel](*inputs, dtype, activation)
     assert out.dtype == dtype
     (out * target).sum().backward()
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs[:4]]
-    expected = experts_reference(*exact, inputs[4])
+    expected = experts_reference(*exact, inputs[4], torch.float64, activation)
     (expected * target).sum().backward()
     pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(inputs[:4], exact, strict=True))]
     for ours, theirs in pairs:

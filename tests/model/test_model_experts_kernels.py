@@ -15,6 +15,7 @@ from llm_pretrain.model.attention import rotary_tables
 from llm_pretrain.model.decoder import DecoderLayer
 from llm_pretrain.model.kernels import choice as kernels
 from llm_pretrain.model.kernels import experts, layers
+from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.attention import document_layout
 from llm_pretrain.model.kernels.choice import Kernels, describe_kernels, experts_requirement
 from llm_pretrain.model.kernels.experts import (
@@ -249,8 +250,9 @@ def test_the_kernels_in_use_are_named(monkeypatch):
     assert reference.endswith("experts reference")
 
 
-def layer_outcome(kernel, compiled: bool) -> list[Tensor]:
-    layer = DecoderLayer(CONFIG, 0, Kernels(experts=kernel))
+def layer_outcome(kernel, hidden_act, compiled: bool) -> list[Tensor]:
+    config = dataclasses.replace(CONFIG, hidden_act=hidden_act, n_shared_experts=1)
+    layer = DecoderLayer(config, 0, Kernels(experts=kernel))
     generator = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.2, generator=generator)
@@ -277,14 +279,15 @@ def compiles(test):
 
 
 @compiles
+@pytest.mark.parametrize("hidden_act", ACTIVATIONS)
 @pytest.mark.parametrize("kernel", ["streamed", "grouped"])
-def test_a_compiled_layer_of_experts_gives_the_same_numbers(kernel, monkeypatch):
+def test_a_compiled_layer_of_experts_gives_the_same_numbers(kernel, hidden_act, monkeypatch):
     monkeypatch.setattr(kernels, "grouped_requirement", lambda *_: None)
     torch._dynamo.reset()
     counters.clear()
-    compiled = layer_outcome(kernel, compiled=True)
+    compiled = layer_outcome(kernel, hidden_act, compiled=True)
     assert counters["frames"]["ok"] >= 1
-    for mine, theirs in zip(compiled, layer_outcome(kernel, compiled=False), strict=True):
+    for mine, theirs in zip(compiled, layer_outcome(kernel, hidden_act, compiled=False), strict=True):
         assert (mine - theirs).norm() < 0.02 * theirs.norm()
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model import moe
 from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.kernels.activations import ACTIVATIONS, Activation
+from llm_pretrain.model.kernels.choice import AUTO, Kernels
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.training.model_setup import initialize_weights
 
@@ -55,8 +57,8 @@ VARIANTS = {
 Z, AUX, ROUTER_Z = 1e-2, 0.5, 0.1
 
 
-def make(config: ModelConfig) -> Decoder:
-    model = Decoder(config)
+def make(config: ModelConfig, kernels: Kernels = AUTO) -> Decoder:
+    model = Decoder(config, kernels=kernels)
     initialize_weights(model, 5)
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
@@ -93,9 +95,15 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    gated = x @ gate.T
-    return (gated / (1 + torch.exp(-gated)) * (x @ up.T)) @ down.T
+ACTIVATION_FORMULAS = {
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "gelu_pytorch_tanh": lambda x: x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu2": lambda x: torch.where(x > 0, x**2, 0),
+}
+
+
+def gated_unit(config: ModelConfig, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return (ACTIVATION_FORMULAS[config.hidden_act](x @ gate.T) * (x @ up.T)) @ down.T
 
 
 def attention(p: dict[str, Tensor], config: ModelConfig, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
@@ -141,12 +149,12 @@ def experts(
     out = torch.zeros_like(x)
     for e in range(config.num_experts):
         gate, up = p["mlp.experts.gate_up_proj"][e].chunk(2)
-        out = out + weight[..., e, None] * swiglu(x, gate, up, p["mlp.experts.down_proj"][e])
+        out = out + weight[..., e, None] * gated_unit(config, x, gate, up, p["mlp.experts.down_proj"][e])
     width = config.moe_intermediate_size
     for e in range(config.n_shared_experts):
         gate, up, down = (p[f"mlp.shared_experts.{n}_proj.weight"] for n in ("gate", "up", "down"))
         rows = slice(e * width, (e + 1) * width)
-        out = out + swiglu(x, gate[rows], up[rows], down[:, rows])
+        out = out + gated_unit(config, x, gate[rows], up[rows], down[:, rows])
     groups = [slice(row, row + 1) for row in range(len(x))]
     if config.router_aux_loss_scope == "micro_batch":
         groups = [slice(None)]
@@ -179,7 +187,7 @@ def reference(model: Decoder, batch: dict[str, Tensor]) -> dict[str, Tensor]:
             balances.append(balance)
             router_zs.append(router_z)
         else:
-            out = swiglu(normed, *(p[f"mlp.{n}_proj.weight"] for n in ("gate", "up", "down")))
+            out = gated_unit(config, normed, *(p[f"mlp.{n}_proj.weight"] for n in ("gate", "up", "down")))
         x = x + out
     x = norm(x, parameters["model.norm.weight"], config.rms_norm_eps)
     head = parameters.get("lm_head.weight", parameters["model.embed_tokens.weight"])
@@ -211,7 +219,11 @@ def relative(ours: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
 def test_sums_and_gradients_equal_the_dense_reference(name, dtype, tolerance):
-    model, batch = make(VARIANTS[name]).to(dtype), ragged_batch()
+    check_against_reference(make(VARIANTS[name]).to(dtype), tolerance)
+
+
+def check_against_reference(model: Decoder, tolerance: float) -> None:
+    batch = ragged_batch()
     tokens = int(batch["loss_mask"].sum())
     expected = reference(model, batch)
     sums = [expected[key] for key in ("loss", "z", "aux", "router_z")]
@@ -228,6 +240,26 @@ def test_sums_and_gradients_equal_the_dense_reference(name, dtype, tolerance):
         # One norm's gradient is a sum of many terms that cancel; the router's must be as good as the whole.
         bound = tolerance if parameter_name.endswith("mlp.gate.weight") else 3 * tolerance
         assert relative(gradients[parameter_name], expected[parameter_name].grad) < bound, parameter_name
+
+
+@pytest.mark.parametrize("experts", ["streamed", "reference"])
+@pytest.mark.parametrize("hidden_act", ACTIVATIONS)
+def test_every_activation_has_its_formula_in_every_feed_forward_network(hidden_act, experts):
+    config = dataclasses.replace(VARIANTS["shared"], hidden_act=hidden_act)
+    check_against_reference(make(config, Kernels(experts=experts)).double(), 1e-13)
+
+
+def test_an_activation_takes_its_name_in_the_configuration_and_an_entry_of_the_table(monkeypatch):
+    softplus = Activation(
+        torch.nn.functional.softplus,
+        lambda x, out: torch.ops.aten.softplus.out(x, out=out),
+        lambda grad, x, out: torch.mul(grad, x.sigmoid(), out=out),
+    )
+    monkeypatch.setitem(ACTIVATIONS, "softplus", softplus)
+    monkeypatch.setitem(ACTIVATION_FORMULAS, "softplus", lambda x: torch.log(1 + torch.exp(x)))
+    config = dataclasses.replace(VARIANTS["shared"], hidden_act="softplus")
+    for experts in ("streamed", "reference"):
+        check_against_reference(make(config, Kernels(experts=experts)).double(), 1e-13)
 
 
 def moe_layers(model: Decoder) -> list[moe.MoeFeedForward]:

@@ -14,6 +14,7 @@ from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model import self_check
 from llm_pretrain.model.kernels import attention, layers
 from llm_pretrain.model.kernels import choice as kernels
+from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.attention import DocumentLayout
 from llm_pretrain.model.kernels.choice import Kernels
 from llm_pretrain.model.kernels.loss import LossSums
@@ -106,9 +107,9 @@ def _of_experts(change: Callable[..., Any]) -> Callable[[Patch], None]:
 
 
 def _without_expert(
-    kernel: Any, x: Any, gate_up: Any, down: Any, weights: Any, chosen: Tensor, dtype: Any
+    kernel: Any, x: Any, gate_up: Any, down: Any, weights: Any, chosen: Tensor, *rest: Any
 ) -> Any:
-    return kernel(x, gate_up, down, weights * (chosen != 3), chosen, dtype)
+    return kernel(x, gate_up, down, weights * (chosen != 3), chosen, *rest)
 
 
 def _of_attention(change: Callable[..., Any]) -> Callable[[Patch], None]:
@@ -248,6 +249,18 @@ def test_a_mistake_is_found(fault: str, dtype: torch.dtype, monkeypatch: Patch):
         assert found.forward_error is None
     else:
         assert found.error is None
+
+
+@pytest.mark.parametrize("hidden_act", ACTIVATIONS)
+def test_another_activation_is_found(hidden_act: str, monkeypatch: Patch):
+    """Experts that compute one activation pass in the model that has it, and in no other."""
+    other = next(activation for name, activation in ACTIVATIONS.items() if name != hidden_act)
+    config = replace(CONFIG, hidden_act=hidden_act)
+    (found,) = check_kernels(config, Kernels(), CPU, torch.bfloat16, ("experts",))
+    assert found.problem is None
+    _around(monkeypatch, kernels, "streamed_experts", lambda kernel, *args: kernel(*args[:-1], other))
+    (found,) = check_kernels(config, Kernels(), CPU, torch.bfloat16, ("experts",))
+    assert found.problem
 
 
 def test_no_memory_is_no_fault_of_a_kernel(monkeypatch: Patch):

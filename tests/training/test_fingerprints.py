@@ -16,7 +16,8 @@ def test_where_training_started_and_how_long_the_export_may_be_do_not_matter():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"n_shared_experts": 1}, {"scoring_func": "sigmoid"}, {"rope_type": "linear"}]
+    "changes",
+    [{"n_shared_experts": 1}, {"scoring_func": "sigmoid"}, {"rope_type": "linear"}, {"hidden_act": "relu2"}],
 )
 def test_a_change_of_arithmetic_is_named(changes):
     changed = model_fingerprint(dataclasses.replace(PLAIN, **changes))

@@ -248,13 +248,13 @@ def test_every_differing_field_is_named_with_both_values_and_the_way_out(tmp_pat
     other = dataclasses.replace(
         *(MOE,), hidden_size=64, num_key_value_heads=4, rope_theta=1e4, num_experts=8, qk_norm=False,
         norm_topk_prob=False, first_k_dense_replace=1, tie_word_embeddings=False, vocab_size=640, head_dim=16,
-        moe_intermediate_size=24, rms_norm_eps=1e-5,
+        moe_intermediate_size=24, rms_norm_eps=1e-5, hidden_act="relu2",
     )  # fmt: skip
     lines = problems_of(folder, other)
     assert {line.partition(":")[0].removeprefix("model.") for line in lines} == {
         *("hidden_size", "num_key_value_heads", "head_dim", "rope_theta", "qk_norm", "tie_word_embeddings"),
         *("num_experts", "norm_topk_prob", "moe_intermediate_size", "first_k_dense_replace"),
-        *("rms_norm_eps", "vocab_size"),
+        *("rms_norm_eps", "vocab_size", "hidden_act"),
     }
     assert lines[0].startswith(f"model.hidden_size: expected 32, found 64; as in {folder} (model.init_from)")
     assert all(f"llm-pretrain configs --from_pretrained {folder} --output FILE" in line for line in lines)

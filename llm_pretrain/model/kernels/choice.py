@@ -126,8 +126,8 @@ def experts_kernel(
 ) -> Callable[..., Tensor]:
     """The experts' kernel for products in `dtype` and (E, H, I) of `shape`.
 
-    Its arguments are x [T, H], gate_up [E, 2I, H], down [E, H, I], weights [T, K], chosen [T, K] and dtype;
-    it returns [T, H].
+    Its arguments are x [T, H], gate_up [E, 2I, H], down [E, H, I], weights [T, K], chosen [T, K], dtype and
+    activation; it returns [T, H].
 
     `grouped` and `triton` fall back to `streamed` where they cannot run: samples of a model that trains in
     bf16 are generated in fp32. In training they do not: `experts_requirement` is checked before.

@@ -1,4 +1,4 @@
-"""SwiGLU experts on tokens sorted by expert: `streamed_experts` for a CPU, `grouped_experts` for CUDA.
+"""Experts on tokens sorted by expert: `streamed_experts` for a CPU, `grouped_experts` for CUDA.
 
 Shapes: T tokens, H hidden_size, E experts, K experts per token, I moe_intermediate_size, R = T*K assignments
 sorted by expert, n rows of one expert, P rows of all experts including padding.
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llm_pretrain.model.kernels import layers
+from llm_pretrain.model.kernels.activations import SILU, Activation
 from llm_pretrain.model.kernels.layers import (
     HAS_TRITON,
     builds_code_per_shape,
@@ -43,6 +44,7 @@ def experts_reference(
     weights: Tensor,
     chosen: Tensor,
     dtype: torch.dtype | None = None,
+    activation: Activation = SILU,
 ) -> Tensor:
     """The definition: every expert for every token, then the weighted sum of the chosen ones.
 
@@ -53,13 +55,14 @@ def experts_reference(
         weights: [T, K].
         chosen: int64 [T, K], distinct in each row.
         dtype: Of the products; default: x's.
+        activation: Of the gate.
 
     Returns:
-        [T, H] in x's type: `Σ_k weights[t, k] · SwiGLU_{chosen[t, k]}(x[t])`.
+        [T, H] in x's type: `Σ_k weights[t, k] · GLU_{chosen[t, k]}(x[t])`, with gated linear units GLU.
     """
     x_TH, gate_up, down, weights = (each.to(dtype or x.dtype) for each in (x, gate_up, down, weights))
     gate_TEI, up_TEI = torch.einsum("th,eih->tei", x_TH, gate_up).chunk(2, -1)
-    out_TEH = torch.einsum("tei,ehi->teh", F.silu(gate_TEI) * up_TEI, down)
+    out_TEH = torch.einsum("tei,ehi->teh", activation.function(gate_TEI) * up_TEI, down)
     weights_TE = weights.new_zeros(len(x), len(gate_up)).scatter(1, chosen, weights)
     return torch.einsum("te,teh->th", weights_TE, out_TEH).to(x.dtype)
 
@@ -196,6 +199,7 @@ class _StreamedExperts(torch.autograd.Function):
         weights: Tensor,
         chosen: Tensor,
         dtype: torch.dtype,
+        activation: Activation,
     ) -> Tensor:
         rows = _sort_by_expert(chosen, len(gate_up), dtype)
         x_low = x.to(dtype)
@@ -208,11 +212,11 @@ class _StreamedExperts(torch.autograd.Function):
             rows_e = x_low.index_select(0, part.token)
             both = _activations(rows_e, gate_ups[part.expert].to(dtype).t())
             gate, up = both.split(size, 1)
-            silu = F.silu(gate)
-            out.add(part, (silu * up).mul_(part.weight), downs[part.expert].to(dtype).t())
-            saved += both, silu
+            activated = activation.function(gate)
+            out.add(part, (activated * up).mul_(part.weight), downs[part.expert].to(dtype).t())
+            saved += both, activated
         ctx.save_for_backward(x, gate_up, down, rows.token, rows.position, weight_P, *saved)
-        ctx.sizes, ctx.weights_dtype = rows.sizes, weights.dtype
+        ctx.sizes, ctx.weights_dtype, ctx.activation = rows.sizes, weights.dtype, activation
         return out.total()
 
     @staticmethod
@@ -229,37 +233,43 @@ class _StreamedExperts(torch.autograd.Function):
         grad_gate_ups, grad_downs = grad_gate_up.unbind(0), grad_down.unbind(0)
         grad_weight_P = weight_P.new_empty(len(token), dtype=ctx.weights_dtype)
         grad_weights = grad_weight_P.split(rows.sizes)
-        for part, both, silu in zip(_parts(rows, weight_P), saved[::2], saved[1::2], strict=True):
+        for part, both, activated in zip(_parts(rows, weight_P), saved[::2], saved[1::2], strict=True):
             expert, (gate, up) = part.expert, both.split(size, 1)
             grad_rows = grad_low.index_select(0, part.token)
             grad = _activations(grad_rows, downs[expert].to(dtype))
-            inner = silu * up
+            inner = activated * up
             torch.sum(inner * grad, 1, dtype=ctx.weights_dtype, out=grad_weights[expert])
             _write_product(grad_downs[expert], grad_rows.t(), inner.mul_(part.weight))
             grad.mul_(part.weight)
             grad_both = torch.empty_like(both)
             grad_gate, grad_up = grad_both.split(size, 1)
-            torch.mul(grad, silu, out=grad_up)
-            torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
+            torch.mul(grad, activated, out=grad_up)
+            ctx.activation.write_gradient(grad.mul_(up), gate, grad_gate)
             _write_product(grad_gate_ups[expert], grad_both.t(), x_low.index_select(0, part.token))
             grad_x.add(part, grad_both, gate_ups[expert].to(dtype))
         for expert, count in enumerate(rows.sizes):
             if not count:
                 grad_gate_ups[expert].zero_()
                 grad_downs[expert].zero_()
-        return grad_x.total(), grad_gate_up, grad_down, grad_weight_P[position], None, None
+        return grad_x.total(), grad_gate_up, grad_down, grad_weight_P[position], None, None, None
 
 
 @uncompiled  # its loops run over the number of rows of each expert, which differs from batch to batch
 def streamed_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, dtype: torch.dtype
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    dtype: torch.dtype,
+    activation: Activation = SILU,
 ) -> Tensor:
     """`experts_reference` with the products in `dtype` and sums over experts in at least fp32; returns x's
     type.
 
     Correct on every device and in every type; on CUDA it synchronises once per call.
     """
-    return _StreamedExperts.apply(x, gate_up, down, weights, chosen, dtype)  # pyright: ignore[reportReturnType] (torch's stub of apply)
+    return _StreamedExperts.apply(x, gate_up, down, weights, chosen, dtype, activation)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 
 def grouped_requirement(device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
@@ -366,22 +376,34 @@ _Product = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 def grouped_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, dtype: torch.dtype
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    dtype: torch.dtype,
+    activation: Activation = SILU,
 ) -> Tensor:
     """`experts_reference` by torch's grouped matrix products in `dtype`; returns x's type.
 
     The groups' ends stay on the device, so it never synchronises, and `torch.compile` compiles it whole.
     """
-    return _by_groups(_torch_product, x, gate_up, down, weights, chosen, dtype)
+    return _by_groups(_torch_product, x, gate_up, down, weights, chosen, dtype, activation)
 
 
 def triton_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, dtype: torch.dtype
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    dtype: torch.dtype,
+    activation: Activation = SILU,
 ) -> Tensor:
     """`grouped_experts` by our products in Triton, where torch's cannot run."""
     from llm_pretrain.model.kernels.grouped_mm import grouped_mm
 
-    return _by_groups(grouped_mm, x, gate_up, down, weights, chosen, dtype)
+    return _by_groups(grouped_mm, x, gate_up, down, weights, chosen, dtype, activation)
 
 
 def _torch_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -396,6 +418,7 @@ def _by_groups(
     weights: Tensor,
     chosen: Tensor,
     dtype: torch.dtype,
+    activation: Activation,
 ) -> Tensor:
     # 32-bit keys: a radix sort takes half as many passes over them
     sorted_chosen, order = chosen.flatten().int().sort(stable=True)
@@ -406,6 +429,6 @@ def _by_groups(
     x_R = dispatch(x.to(dtype), token_R, inverse_TK)
     weight_R1 = dispatch(weights.reshape(-1, 1), order, inverse_TK.view(-1, 1))
     gate, up = multiply(x_R, gate_up.to(dtype).transpose(1, 2), ends).chunk(2, -1)
-    product = (F.silu(gate) * up * weight_R1).to(dtype)
+    product = (activation.function(gate) * up * weight_R1).to(dtype)
     y_R = multiply(product, down.to(dtype).transpose(1, 2), ends)
     return combine(y_R, token_R, inverse_TK).to(x.dtype)

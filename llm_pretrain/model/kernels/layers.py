@@ -1,8 +1,8 @@
-"""Kernels of linear layers, RMSNorm, SwiGLU and the rotation, as autograd functions.
+"""Kernels of linear layers, RMSNorm, gated linear units and the rotation, as autograd functions.
 
 On a CPU torch computes fp32 products with MKL, which uses AVX-512 on Intel's processors only. On others
-oneDNN, which torch uses for bf16 and fp16 anyway, takes less than half the time. RMSNorm and SwiGLU are
-computed in chunks that stay in the CPU's cache.
+oneDNN, which torch uses for bf16 and fp16 anyway, takes less than half the time. RMSNorm and gated linear
+units are computed in chunks that stay in the CPU's cache.
 
 Shapes: R rows, M, K and N the sizes of a product, I intermediate_size, D head_dim.
 """
@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
+
+from llm_pretrain.model.kernels.activations import Activation
 
 HAS_TRITON = find_spec("triton") is not None
 """Whether there is a compiler for the kernels that are written in Triton."""
@@ -179,12 +181,12 @@ def apply_linears(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
 
 _NORM_CHUNK = 1 << 18
 """Elements that are normalised at a time; half and twice as many take 5 to 20 % longer."""
-_SWIGLU_CHUNK = 1 << 17
+_GATED_CHUNK = 1 << 17
 """Elements of the gate that are computed at a time."""
 
 
 def uses_cpu_kernels(x: Tensor) -> bool:
-    """Whether `rms_norm` and `swiglu` are used for x; a compiled graph fuses the plain operations itself."""
+    """Whether `rms_norm` and `gated` are used for x; a compiled graph fuses the plain operations itself."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -256,36 +258,36 @@ def _rms_norm_gradients(x: Tensor, scale: Tensor, weight: Tensor, grad: Tensor) 
     return grad_x.add_(subtracted), grad_weight
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, all [..., I] and contiguous."""
-    return _SwiGLUFunction.apply(gate, up)  # pyright: ignore[reportReturnType] (torch's stub of apply)
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """`activation(gate) * up`, all [..., I] and contiguous."""
+    return _GatedFunction.apply(gate, up, activation)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 
-class _SwiGLUFunction(torch.autograd.Function):
-    """Saves gate and up alone; eager autograd would save silu(gate) too."""
+class _GatedFunction(torch.autograd.Function):
+    """Saves gate and up alone; eager autograd would save activation(gate) too."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
+        ctx.activation = activation
         out = torch.empty_like(gate)
         flat = (each.view(-1, gate.shape[-1]) for each in (out, gate, up))
-        for out_part, gate_part, up_part in _row_chunks(_SWIGLU_CHUNK, *flat):
-            torch.ops.aten.silu.out(gate_part, out=out_part)
+        for out_part, gate_part, up_part in _row_chunks(_GATED_CHUNK, *flat):
+            activation.write(gate_part, out_part)
             out_part.mul_(up_part)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gate, up), activation = ctx.saved_tensors, ctx.activation
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
         tensors = (grads[0].contiguous(), gate, up, grad_gate, grad_up)
         flat = (each.view(-1, gate.shape[-1]) for each in tensors)
-        for grad, gate_part, up_part, grad_gate_part, grad_up_part in _row_chunks(_SWIGLU_CHUNK, *flat):
-            torch.ops.aten.silu.out(gate_part, out=grad_up_part)
+        for grad, gate_part, up_part, grad_gate_part, grad_up_part in _row_chunks(_GATED_CHUNK, *flat):
+            activation.write(gate_part, grad_up_part)
             grad_up_part.mul_(grad)
-            inner = grad * up_part
-            torch.ops.aten.silu_backward.grad_input(inner, gate_part, grad_input=grad_gate_part)
-        return grad_gate, grad_up
+            activation.write_gradient(grad * up_part, gate_part, grad_gate_part)
+        return grad_gate, grad_up, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
