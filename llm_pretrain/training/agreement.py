@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ import torch
 from torch.nn import Module
 
 from llm_pretrain.config.loading import to_dict
+from llm_pretrain.config.optimizers import OPTIMIZERS, declaration
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import check_same
 from llm_pretrain.errors import ConfigError, DivergedError
 from llm_pretrain.hardware import ARITHMETIC_VARIABLES
 from llm_pretrain.launch.watchdog import heartbeat
+from llm_pretrain.optim.by_path import imported
 from llm_pretrain.optim.orthogonal import product_dtype
 from llm_pretrain.training.engine import Engine
 
@@ -51,9 +54,14 @@ def launch_facts(config: Config, engine: Engine) -> dict[str, str]:
         names = {f"{section}.{field}": value for field, value in fields.items()}
         facts |= {name: _setting(name, value) for name, value in names.items()}
     facts["Python"] = ".".join(map(str, sys.version_info[:2]))
-    if config.optimizer.name == "muon":  # the ranks exchange buffers of this type
+    declared = declaration(config.optimizer.name)
+    if declared.needs_whole_matrices:  # the ranks exchange buffers of this type
         dtype = product_dtype(engine.device, config.training.precision != "fp32")
-        facts["type of Muon's products"] = str(dtype)
+        facts[f"type of {declared.title}'s products"] = str(dtype)
+    if config.optimizer.name not in OPTIMIZERS:
+        with suppress(ConfigError, OSError):  # where the class is tried out, every rank says so
+            file = _file_of(imported(config.optimizer.name).__module__)
+            facts["source of optimizer.name"] = _digest(file.read_bytes())
     facts |= {f"package {package}": _version(package) for package in _packages(config)}
     facts |= {f"environment variable {name}": os.environ.get(name, "unset") for name in ARITHMETIC_VARIABLES}
     package = Path(__file__).parent.parent
