@@ -23,7 +23,7 @@ from llm_pretrain.checkpoints.manifest import RunFacts
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.distributed.collectives import OneRank
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.training.model_setup import initialize_weights
 
 QUICK = ["--pairs", "7", "--config", "minimind-26m"]

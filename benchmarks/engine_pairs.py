@@ -21,7 +21,7 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.data.assembly import Batch
 from llm_pretrain.data.loader import global_batches, open_stores
 from llm_pretrain.launch.process import prepare_process
-from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.model_setup import build_model, initialize_weights

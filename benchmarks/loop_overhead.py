@@ -39,7 +39,7 @@ from llm_pretrain.data.assembly import Batch
 from llm_pretrain.data.loader import train_samples
 from llm_pretrain.launch.process import prepare_process
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.training.trainer import pretrain, windows
 
 GOAL_MILLISECONDS = 0.15

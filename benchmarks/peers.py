@@ -27,7 +27,7 @@ from llm_pretrain.config.loading import resolve_model
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import open_stores, sequences_per_epoch, tokens_per_epoch
 from llm_pretrain.launch.process import prepare_process
-from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.training.model_setup import build_model, initialize_weights
 from llm_pretrain.training.step import Step
 from llm_pretrain.training.trainer import pretrain

@@ -14,9 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_pretrain.config.loading import compiles
+from llm_pretrain.config.optimizers import declaration
 from llm_pretrain.config.tree import Config
 from llm_pretrain.model.kernels import CPU_CHUNK, GPU_CHUNK, Kernels, loss_implementation, supports_varlen
 from llm_pretrain.model.sizes import count_parameters, flops_per_token, layer_matrices
+from llm_pretrain.optim.build import moments
 from llm_pretrain.optim.orthogonal import BATCH_ELEMENTS
 
 CHINCHILLA_TOKENS = 20
@@ -171,9 +173,11 @@ class _Rank:
         total = rest + sum(int(each.dense + padding * each.experts) for each in matrices)
         self.weights = -(-_FP32 * total // shards)
         self.own_gradients = -(-_FP32 * total // (world_size if zero_stage >= 2 else shards))
-        of_muon = sum(map(sum, matrices)) if config.optimizer.name == "muon" else 0  # which has one moment
-        self.orthogonalized = min(of_muon // shards, BATCH_ELEMENTS)
-        state = _FP32 * (2 * total - of_muon + (total if config.optimizer.ema_decay else 0))
+        hidden, optimizer = sum(map(sum, matrices)), config.optimizer
+        is_whole = declaration(optimizer.name).needs_whole_matrices
+        self.orthogonalized = min(hidden // shards, BATCH_ELEMENTS) if is_whole else 0
+        kept = moments(optimizer, "hidden") * hidden + moments(optimizer, "embedding") * (total - hidden)
+        state = int(_FP32 * (kept + (total if optimizer.ema_decay else 0)))
         self.optimizer = -(-state // (world_size if is_zero else shards))
         # parameters that it computes with, divided by `tp` and `ep`, and that FSDP gathers for a layer
         self.table, self.rest = table // self.tp, rest // self.tp

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.loading import dump_yaml, validate
+from llm_pretrain.config.optimizers import declaration
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, DataError, OutputError, printable
 from llm_pretrain.files import check_replaceable, file_name, make_folder, replace_text
@@ -245,7 +246,7 @@ def _lines(
     from llm_pretrain.runs.record import duration
 
     ladder, best = forecast.ladder, best_of(choices)
-    model, training = config.model, config.training
+    model, training, rate = config.model, config.training, config.optimizer.matrix_rate
     low, high = best.prediction.low, best.prediction.high
     bits = [forecast.bits_per_byte(each) for each in (best.prediction.loss, low, high)]
     world_size = arguments.world_size
@@ -269,7 +270,7 @@ def _lines(
         f"tokens      {best.training.tokens:,} in {best.steps:,} steps of {training.global_batch_size} x "
         f"{training.sequence_length}, {best.training.tokens / ladder.unique_tokens:.2f} passes of the text",
         f"rate        {config.optimizer.learning_rate:g}"
-        + (f", Muon {config.optimizer.muon_learning_rate:g}" if config.optimizer.name == "muon" else "")
+        + (f", {declaration(config.optimizer.name).title} {rate:g}" if rate is not None else "")
         + f" at hidden size {config.optimizer.base_hidden_size} (muP); decay over the last "
         f"{config.schedule.decay_steps:,} steps",
         f"memory      {size_text(memory.peak)} a process, micro batches of {training.micro_batch_size} in "

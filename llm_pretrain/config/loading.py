@@ -39,10 +39,11 @@ _LAUNCHER_OPTIONS = ("local-rank", "local_rank")
 _EXAMPLES = {
     "data.sources": "'[{store: FOLDER, weight: 1}, ...]'",
     "data.weight_changes": "'[{step: N, weights: [1, 2]}, ...]'",
+    "optimizer.options": "'{betas: [0.9, 0.99]}'",
     "evaluation.sample_prompts": "'[TEXT, ...]'",
     "evaluation.prediction": "'[{step: N, loss: 3.5, low: 3.4, high: 3.6}, ...]'",
 }
-"""Values of settings that are lists, for the help."""
+"""Values of settings that are lists or mappings, for the help."""
 _Tree = dict[str, dict[str, Any]]
 
 

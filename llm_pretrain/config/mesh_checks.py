@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from llm_pretrain.config.distributed_config import MeshSizes
 from llm_pretrain.config.model_config import VOCAB_MULTIPLE
+from llm_pretrain.config.optimizers import refusal
 from llm_pretrain.config.tree import Config
 
 
@@ -25,15 +26,14 @@ def _check_experts(config: Config, sizes: MeshSizes) -> Iterator[str]:
     model, ranks = config.model, config.distributed.ep_size
     shards = max(1, sizes.dp_shard * sizes.sequence // ranks)
     own = (total := model.num_experts) // ranks
+    where = f"where {shards} ranks share the rows of {own} experts"
+    advice = "; use another distributed.ep_size"
     if not total or total % ranks:
         yield f"distributed.ep_size: expected a divisor of model.num_experts, {total}, found {ranks}"
     elif not own % shards:
         return
-    elif config.optimizer.name == "muon":
-        yield (
-            f"optimizer.name: expected adamw where {shards} ranks share the rows of {own} "
-            "experts, found muon, which needs whole matrices; use another distributed.ep_size"
-        )
+    elif refused := refusal(config.optimizer.name, "rows of experts", where, advice):
+        yield from refused
     elif model.hidden_size % shards or 2 * model.expert_intermediate_size % shards:
         yield (
             f"distributed.ep_size: expected {shards} ranks, which share the rows of {own} "
@@ -88,8 +88,8 @@ def _check_matrices(config: Config, ranks: int) -> Iterator[str]:
             f"distributed.tp_size: expected a divisor of {VOCAB_MULTIPLE}, of which the vocabulary is a "
             f"multiple, found {ranks}; set model.vocab_size to a multiple of it"
         )
+    yield from refusal(config.optimizer.name, "tp", f"with distributed.tp_size = {ranks}")
     for name, found, expected in (
-        ("optimizer.name", config.optimizer.name, ("adamw",)),
         ("training.float8", config.training.float8, (False,)),
         ("training.loss_implementation", config.training.loss_implementation, ("auto", "fused")),
     ):
@@ -109,8 +109,7 @@ def _check_pipeline(config: Config, sizes: MeshSizes) -> Iterator[str]:
             f"distributed.pp_size: expected at most {layers // (stages // sizes.pp)} {with_schedule} and "
             f"model.num_hidden_layers {layers}, found {sizes.pp}"
         )
-    if config.optimizer.name == "muon":
-        yield f"optimizer.name: expected adamw {with_pp}, found muon"
+    yield from refusal(config.optimizer.name, "pp", with_pp)
     if training.precision == "fp16":
         yield f"training.precision: expected fp32 or bf16 {with_pp}, found fp16"
     if distributed.splits_backward:

@@ -132,8 +132,10 @@ def matches_type(kind: Any, value: object) -> bool:
     if get_origin(kind) is list:
         return isinstance(value, list) and all(matches_type(get_args(kind)[0], entry) for entry in value)
     if get_origin(kind) is dict:
-        inner = get_args(kind)[1]
-        return isinstance(value, dict) and all(matches_type(inner, each) for each in value.values())
+        key, inner = get_args(kind)
+        return isinstance(value, dict) and all(
+            matches_type(key, name) and matches_type(inner, each) for name, each in value.items()
+        )
     if kind in (int, float):
         is_int = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
         return is_int or (kind is float and isinstance(value, float))
@@ -142,7 +144,8 @@ def matches_type(kind: Any, value: object) -> bool:
 
 def _fits(kind: Any, value: object) -> bool:
     """Whether a value has the type `kind`, and no text in it has NUL or lone surrogates."""
-    texts = value if isinstance(value, list) else [value]
+    entries = [*value, *value.values()] if isinstance(value, dict) else [value]
+    texts = [text for entry in entries for text in (entry if isinstance(entry, list) else [entry])]
     writable = not any(isinstance(text, str) and re.search("[\0\ud800-\udfff]", text) for text in texts)
     return writable and matches_type(kind, value)
 
@@ -173,6 +176,8 @@ def describe(kind: Any) -> str:
         if not dataclasses.is_dataclass(item):
             return "a list of " + {str: "texts", float: "numbers"}[item]
         return "a list of {" + ", ".join(f"{field.name}: …" for field in dataclasses.fields(item)) + "}"
+    if get_origin(kind) is dict:
+        return "a mapping of names to values"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
     return words[kind]
 

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.evaluation_config import EvaluationConfig
 from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.optimizers import OPTIMIZERS, declaration, refusal
 from llm_pretrain.config.schema import (
     LARGEST_INTEGER,
     Fraction,
@@ -22,6 +23,7 @@ from llm_pretrain.config.schema import (
     PositiveFloat,
     PositiveInt,
     Range,
+    show,
 )
 
 _Seed = Annotated[int, Range(ge=0, le=(1 << 63) - 1)]
@@ -203,7 +205,9 @@ class OptimizerConfig:
     Args:
         name: `adamw`: AdamW with decoupled weight decay (arXiv:1711.05101). `muon`: orthogonalised momentum
             (github.com/KellerJordan/Muon) for the matrices of the layers, AdamW for embedding, head and
-            norms.
+            norms. Or a class with torch's interface by its import path, such as `my_package.Lion`
+            (docs/optimizers.md).
+        options: Arguments of such a class by name, besides `lr` and `weight_decay`.
         learning_rate: Peak learning rate; with `muon`, of the parameters that AdamW updates.
         muon_learning_rate: Peak learning rate of the matrices that Muon updates.
         weight_decay: Weight decay of matrices; norms and biases are not decayed.
@@ -218,7 +222,8 @@ class OptimizerConfig:
             exported weights then use. 0 turns it off.
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: str = "adamw"
+    options: dict[str, bool | int | float | str | list[float] | None] = field(default_factory=dict)
     learning_rate: PositiveFloat = 1e-3
     muon_learning_rate: PositiveFloat = 0.02
     weight_decay: NonNegativeFloat = 0.1
@@ -227,6 +232,25 @@ class OptimizerConfig:
     adam_epsilon: Annotated[float, Range(gt=0, ge=1e-37)] = 1e-8  # fp32 rounds less to 0: a division by 0
     base_hidden_size: PositiveInt | None = None
     ema_decay: Fraction = 0.0
+
+    @property
+    def matrix_rate(self) -> float | None:
+        """Peak learning rate of the layers' matrices; None if it is `learning_rate`."""
+        setting = declaration(self.name).matrix_rate
+        return None if setting is None else getattr(self, setting)
+
+    def check(self) -> Iterator[str]:
+        """One line for each impossible value."""
+        if self.name in OPTIMIZERS and self.options:
+            yield f"optimizer.options: expected none with {self.name}, found {show(self.options)}"
+        elif self.name not in OPTIMIZERS and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", self.name):
+            choices = ", ".join(OPTIMIZERS)
+            yield (
+                f"optimizer.name: expected {choices} or a class by its import path (my_package.Lion), found "
+                f"{show(self.name)}"
+            )
+        if self.ema_decay:
+            yield from refusal(self.name, "average", f"with optimizer.ema_decay {self.ema_decay}")
 
 
 @dataclass(frozen=True)
@@ -419,6 +443,7 @@ class Config:
         yield from self.run.check()
         yield from self.model.check()
         yield from self.data.check(needs_data)
+        yield from self.optimizer.check()
         yield from self.training.check()
         yield from self.checkpoint.check()
         yield from self.evaluation.check()
@@ -519,14 +544,14 @@ class Config:
             ("training.float8", (True,), "false", "; use ddp or fsdp"),
             ("training.spike_action", ("skip", "rollback"), "log",
              ", but its engine updates the parameters before the step can be checked; use ddp or fsdp"),
-            ("optimizer.name", ("muon",), "adamw",
-             ", which needs whole matrices, but ZeRO's optimizer sees flat parts of them; use ddp or fsdp"),
         ):  # fmt: skip
             section, _, setting = name.partition(".")
             found = getattr(getattr(self, section), setting)
             if found in refused:
                 shown = str(found).lower() if isinstance(found, bool) else found
                 yield f"{name}: expected {expected} with distributed.strategy deepspeed, found {shown}{why}"
+        where = "with distributed.strategy deepspeed"
+        yield from refusal(self.optimizer.name, "deepspeed", where, "; use ddp or fsdp")
         if every := self.training.check_every:
             yield (
                 f"training.check_every: expected 0 with distributed.strategy deepspeed, found {every}, but "

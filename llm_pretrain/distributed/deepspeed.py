@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, DivergedError
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.build import build_optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state tensors of a parameter, besides its step."""

@@ -172,9 +172,9 @@ def _average(config: Config) -> str:
 
 
 def _rates(optimizer: OptimizerConfig) -> str:
-    if optimizer.name != "muon":
+    if (rate := optimizer.matrix_rate) is None:
         return f"{optimizer.learning_rate:g}"
-    return f"{optimizer.muon_learning_rate:g}, and {optimizer.learning_rate:g} of AdamW for what is no map"
+    return f"{rate:g}, and {optimizer.learning_rate:g} of AdamW for what is no map"
 
 
 def _evaluation(data: ModelCardData) -> str:

@@ -20,12 +20,41 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from llm_pretrain.config.optimizers import Role
+from llm_pretrain.config.tree import OptimizerConfig
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.orthogonal import BATCH_ELEMENTS, orthogonalize, product_dtype
+from llm_pretrain.optim.param_groups import Group, parameter_groups
 from llm_pretrain.optim.sharded import as_sharded, replicate_dims, to_local
 
 T = TypeVar("T")
 distributed: Any = torch.distributed
 """Untyped: pyright does not see all names that torch documents as exported."""
+
+
+def build(model: Decoder, config: OptimizerConfig, precision: str) -> Muon:
+    """Muon for the matrices of the layers, AdamW for the rest; the arguments are those of `build_optimizer`.
+
+    Embedding and head have one row per token, of which a step updates few, and a router has one row per
+    expert. The gate and up projections of an expert share a parameter but are orthogonalised separately, like
+    the two matrices of a dense layer.
+    """
+
+    def own_group(role: Role, name: str) -> Group | None:
+        if role != "hidden":
+            return None
+        blocks = 2 if name.endswith("experts.gate_up_proj") else 1
+        ratio, decay = config.muon_learning_rate / config.learning_rate, config.weight_decay
+        settings = {"algorithm": "muon", "blocks": blocks, "lr_ratio": ratio, "weight_decay": decay}
+        return ("muon", str(blocks)), settings
+
+    return Muon(
+        parameter_groups(model, config, own_group),
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        in_bf16=precision != "fp32",
+    )
 
 
 class Muon(Optimizer):

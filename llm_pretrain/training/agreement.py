@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.nn import Module
 
 from llm_pretrain.config.loading import to_dict
+from llm_pretrain.config.optimizers import OPTIMIZERS, declaration
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import check_same
@@ -50,9 +52,16 @@ def launch_facts(config: Config, engine: Engine) -> dict[str, str]:
         names = {f"{section}.{field}": value for field, value in fields.items()}
         facts |= {name: _setting(name, value) for name, value in names.items()}
     facts["Python"] = ".".join(map(str, sys.version_info[:2]))
-    if config.optimizer.name == "muon":  # the ranks exchange buffers of this type
+    declared = declaration(config.optimizer.name)
+    if declared.needs_whole_matrices:  # the ranks exchange buffers of this type
         dtype = product_dtype(engine.device, config.training.precision != "fp32")
-        facts["type of Muon's products"] = str(dtype)
+        facts[f"type of {declared.title}'s products"] = str(dtype)
+    if config.optimizer.name not in OPTIMIZERS:
+        from llm_pretrain.optim.by_path import imported
+
+        with suppress(ConfigError, OSError):  # where the class is tried out, every rank says so
+            file = _file_of(imported(config.optimizer.name).__module__)
+            facts["source of optimizer.name"] = _digest(file.read_bytes())
     facts |= {f"package {each}": package_version(each) or "not installed" for each in _packages(config)}
     facts |= {f"environment variable {name}": os.environ.get(name, "unset") for name in ARITHMETIC_VARIABLES}
     package = Path(__file__).parent.parent

@@ -84,8 +84,8 @@ def decides_on_device(config: Config, engine: Engine) -> bool:
     """Whether the decision on a step may stay on the device.
 
     False if the host needs it before the next step: for spikes that are skipped or rolled back, fp16's loss
-    scale, or a digest of the parameters in every row. False under DeepSpeed, whose engine ignores the
-    decision.
+    scale, a digest of the parameters in every row, or an optimizer that does not read `found_inf`. False
+    under DeepSpeed, whose engine ignores the decision.
     """
     return (
         is_gpu(engine.device)
@@ -93,4 +93,5 @@ def decides_on_device(config: Config, engine: Engine) -> bool:
         and config.training.spike_action == "log"
         and config.distributed.strategy != "deepspeed"
         and not config.logging.parameters_sha256
+        and getattr(engine.model_and_optimizer()[1], "_step_supports_amp_scaling", False)
     )

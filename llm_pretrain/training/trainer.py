@@ -30,8 +30,8 @@ from llm_pretrain.launch.watchdog import heartbeat, report_hangs_to
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.moe import update_router_bias
 from llm_pretrain.model.sizes import count_parameters
+from llm_pretrain.optim.build import build_optimizer, moments
 from llm_pretrain.optim.ema import ema_parameters
-from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.optim.schedule import learning_rate, set_learning_rate
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.status import Status
@@ -435,6 +435,7 @@ def pretrain(config: Config, engine: Engine) -> int:
             report_hangs_to(folder, status)
             run_on_all_ranks(engine, lambda: check_compiler(config))
             run_on_all_ranks(engine, lambda: check_float8(config))
+            run_on_all_ranks(engine, lambda: moments(config.optimizer, "hidden"))  # tries a class out
             run_on_all_ranks(engine, lambda: check_repeatable(config, engine.device))
             trainer = Trainer(config, engine, folder, status, stop)
             with explain_out_of_memory(trainer.config, engine.world_size):

@@ -28,7 +28,7 @@ from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.export.hf_architectures import match_hf_architecture
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.sizes import count_parameters
-from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.optim.schedule import learning_rate
 from llm_pretrain.training.model_setup import initialize_weights
 from llm_pretrain.training.saving import fingerprints

@@ -23,7 +23,7 @@ from llm_pretrain.distributed.initial_values import materialize
 from llm_pretrain.distributed.mesh import Meshes, Place, expert_mesh
 from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.forecast.simulation.tracker import Tracker
-from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.training.model_setup import build_model
 from llm_pretrain.training.step import Objective
 

@@ -19,7 +19,7 @@ from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.assembly import Batch
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.training import trainer
 from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.model_setup import build_model

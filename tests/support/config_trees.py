@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from llm_pretrain.config.loading import to_dict
+from llm_pretrain.config.optimizers import OPTIMIZERS
 from llm_pretrain.config.schema import field_types
 from llm_pretrain.config.tree import Config, SourceConfig, WeightChange
 
@@ -32,6 +33,7 @@ EXPERTS = {"num_experts": 4, "moe_intermediate_size": 8}
 NOT_DRAWN = {
     *("run.output_dir", "checkpoint.resume", "model.init_from"),  # of the test's own file system
     *("logging.wandb_mode", "logging.report", "data.num_workers"),  # servers, megabytes, processes
+    "optimizer.options",  # of a class
 }
 """What a training in this process may not have; `EVERYWHERE` draws these too."""
 
@@ -96,6 +98,8 @@ def trees(
         default = tree[section].get(name, defaults[section][name])
         if kind == list[SourceConfig]:
             tree[section][name] = draw(_sources(stores, edges))
+        elif (section, name) == ("optimizer", "name"):
+            tree[section][name] = draw(st.sampled_from([*OPTIMIZERS, "torch.optim.NAdam"]))
         elif kind == list[WeightChange]:
             tree[section][name] = draw(_weight_changes(len(tree["data"]["sources"]), edges))
         else:

@@ -28,7 +28,7 @@ from llm_pretrain.config.tree import (
 )
 from llm_pretrain.data.loader import global_batches
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.build import build_optimizer
 
 SCRIPTS = {"torchrun": "train_pretrain", "accelerate": "train_pretrain_accelerate"}
 ENGINES = {"torchrun": "TorchrunEngine", "accelerate": "AccelerateEngine"}

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
+import llm_pretrain.optim.adamw as adamw
 import llm_pretrain.optim.muon as muon
-import llm_pretrain.optim.param_groups as param_groups
 from llm_pretrain.data.loader import shard
 from llm_pretrain.optim.schedule import learning_rate
 from llm_pretrain.training import decision
@@ -234,8 +234,8 @@ PREPARED_SCHEDULE = together(_on_optimizer(_scheduled_by_accelerate), _without_r
 
 def another_optimizer(patch: Patch, engine: type) -> None:
     """AdamW's unfused kernel."""
-    adamw = param_groups.AdamW
-    patch.setattr(param_groups, "AdamW", lambda *a, **options: adamw(*a, **options | {"fused": False}))
+    fused = adamw.AdamW
+    patch.setattr(adamw, "AdamW", lambda *a, **options: fused(*a, **options | {"fused": False}))
 
 
 def orthogonalised_in_parts(patch: Patch, engine: type) -> None:

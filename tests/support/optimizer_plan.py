@@ -26,6 +26,7 @@ KINDS: dict[str, Changes] = {
         "training": UNCLIPPED | {"precision": "bf16"},
         "optimizer": {"ema_decay": 0.5},
     },
+    "a class by its path": {"training": UNCLIPPED, "optimizer": {"name": "support.lion.Lion"}},
 }
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import llm_pretrain.data.loader as data
 import llm_pretrain.model.decoder as model_part
+import llm_pretrain.optim.build as optimizers
 import llm_pretrain.optim.ema as averaging
-import llm_pretrain.optim.param_groups as optimizers
 import llm_pretrain.training.model_setup as building
 import llm_pretrain.training.trainer as loop
 from llm_pretrain.config.tree import Config

@@ -10,7 +10,7 @@ from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.training import model_setup
 from llm_pretrain.training.model_setup import initialize_weights
 

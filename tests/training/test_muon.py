@@ -14,9 +14,9 @@ import llm_pretrain.optim.orthogonal as orthogonal_module
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import OptimizerConfig
 from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.optim.muon import Muon
 from llm_pretrain.optim.orthogonal import orthogonalize
-from llm_pretrain.optim.param_groups import build_optimizer, parameter_groups
 from llm_pretrain.optim.schedule import set_learning_rate
 
 SHAPES = [(8, 24), (24, 8), (16, 16), (24, 8), (1, 5), (16, 16)]
@@ -140,7 +140,7 @@ def small_model(**changes: Any) -> Decoder:
 def test_muon_takes_the_layers_matrices_and_adamw_the_rest():
     model = small_model()
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = parameter_groups(model, OptimizerConfig(name="muon", weight_decay=0.1))
+    groups = build_optimizer(model, OptimizerConfig(name="muon", weight_decay=0.1)).param_groups
     taken = {names[p] for group in groups if group["algorithm"] == "muon" for p in group["params"]}
     left = set(names.values()) - taken
     assert {name.rpartition(".layers.")[2].partition(".")[2] for name in taken} == {

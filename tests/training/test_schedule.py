@@ -10,7 +10,8 @@ import pytest
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config, OptimizerConfig, ScheduleConfig, TrainingConfig
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.optim.param_groups import build_optimizer, parameter_groups
+from llm_pretrain.optim.build import build_optimizer
+from llm_pretrain.optim.param_groups import parameter_groups
 from llm_pretrain.optim.schedule import learning_rate
 
 NAMES = get_args(get_type_hints(ScheduleConfig)["name"])

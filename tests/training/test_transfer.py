@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config, OptimizerConfig, ScheduleConfig, TrainingConfig
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.optim.schedule import learning_rate, set_learning_rate
 from llm_pretrain.training.model_setup import initialize_weights
 

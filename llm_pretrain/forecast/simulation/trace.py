@@ -37,7 +37,7 @@ from llm_pretrain.distributed import expert_parallel, fsdp
 from llm_pretrain.distributed.initial_values import materialize
 from llm_pretrain.forecast.simulation.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Tracker
 from llm_pretrain.memory import DOCUMENT_LENGTH
-from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.engine import own_part
 from llm_pretrain.training.model_setup import build_model

@@ -1,0 +1,42 @@
+"""Builds the optimizer that `optimizer.name` names."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from torch.optim import Optimizer
+
+from llm_pretrain.config.optimizers import OPTIMIZERS, Role
+from llm_pretrain.config.tree import OptimizerConfig
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.optim.ema import keep_ema
+
+
+def build_optimizer(model: Decoder, config: OptimizerConfig, precision: str = "fp32") -> Optimizer:
+    """The optimizer that `config` names, by `build` of its module here, over all parameters of the model.
+
+    Args:
+        model: Not wrapped yet.
+        config: Settings of the optimizer.
+        precision: `training.precision`; with fp32 Muon multiplies in fp32 too.
+    """
+    module = config.name if config.name in OPTIMIZERS else "by_path"
+    optimizer: Optimizer = import_module(f"llm_pretrain.optim.{module}").build(model, config, precision)
+    # a resumed run takes settings that are in `defaults` from its configuration, not from the checkpoint
+    optimizer.defaults["lr_ratio"] = 1.0
+    if config.ema_decay:
+        keep_ema(optimizer, config.ema_decay)
+    return optimizer
+
+
+def moments(config: OptimizerConfig, role: Role) -> float:
+    """Values in fp32 that the optimizer keeps for each value of a parameter of this role.
+
+    Raises:
+        ConfigError: a class by its import path cannot be used.
+    """
+    if config.name in OPTIMIZERS:
+        return OPTIMIZERS[config.name].moments.get(role, 2)
+    from llm_pretrain.optim.by_path import measured_moments
+
+    return measured_moments(config)
