@@ -157,7 +157,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def size_text(number: int) -> str:
+def size_text(number: float) -> str:
     """A number of bytes as text, such as `1.5 GiB`, in the largest unit of which there is at least one."""
     size = float(number)
     for unit in ("bytes", "KiB", "MiB", "GiB"):

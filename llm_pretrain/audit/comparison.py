@@ -450,10 +450,10 @@ def tensor_differences(
         return
     with CheckpointTensors(reference, left) as expected, CheckpointTensors(folder, right) as found:
         for name in dict.fromkeys([*left.tensors, *right.tensors]):
-            shapes = [shorten(each.tensors.get(name, "missing"), 60) for each in (left, right)]
-            if shapes[0] != shapes[1]:
-                text = f"{name}: expected {shapes[0]}, found {shapes[1]}"
-                yield Difference(right.run.step, name, *shapes, text=text)
+            ours, theirs = (shorten(each.tensors.get(name, "missing"), 60) for each in (left, right))
+            if ours != theirs:
+                text = f"{name}: expected {ours}, found {theirs}"
+                yield Difference(right.run.step, name, ours, theirs, text=text)
             elif text := tensor_difference(expected.read(name), found.read(name)):
                 yield Difference(right.run.step, name, text=f"{name}: {text}")
 

@@ -280,7 +280,9 @@ def _experts(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Compu
     chosen_on_device, activation = chosen.to(on.device), ACTIVATIONS[config.hidden_act]
     return _compared(
         lambda *tensors: [kernel(*tensors, chosen_on_device, on.dtype, activation)],
-        lambda *tensors: [experts_reference(*tensors, chosen, torch.float64, activation)],
+        lambda x, gate_up, down, weights: [
+            experts_reference(x, gate_up, down, weights, chosen, torch.float64, activation)
+        ],
         leaves,
         [draw.normal(_TOKENS, hidden)],
         on.device,
