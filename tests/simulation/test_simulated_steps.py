@@ -15,6 +15,7 @@ import torch.distributed as dist
 from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.forecast.simulation import trace as trace_module
+from llm_pretrain.forecast.simulation.patches import tracked
 from llm_pretrain.forecast.simulation.trace import Trace, traced_step
 from llm_pretrain.forecast.simulation.tracker import OPTIMIZER, PARAMETERS, Tracker
 from llm_pretrain.forecast.simulation.worker import fake_ranks, grouped
@@ -227,7 +228,7 @@ def test_of_a_real_step_what_gloo_holds_is_not_counted():
     if torch.__version__ < (2, 13):
         names = ("reduce_scatter_tensor", "all_gather_into_tensor")
     reduce_scatter, all_gather = (getattr(dist, name) for name in names)
-    with trace_module._OnCopies(), tracker.running():
+    with trace_module._OnCopies(), tracked(tracker):
         tensors: list[Any] = [torch.arange(64.0), torch.empty(64)]
         given, out = tensors
         reduce_scatter(out, given)

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from llm_pretrain.config.loading import compiles, load_config
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import PretrainError
-from llm_pretrain.forecast.simulation.device import gpu_kernels, register
+from llm_pretrain.forecast.simulation.device import register
+from llm_pretrain.forecast.simulation.patches import gpu_kernels
 from llm_pretrain.forecast.simulation.timing import Roofline, step_time
 from llm_pretrain.forecast.simulation.trace import Trace, traced_step
 from llm_pretrain.hardware import Cluster
