@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.forecast.family import Size, Sizes, tokens_per_step
+from llm_pretrain.forecast.family import Size, Sizes
 from llm_pretrain.forecast.ladder_runs import LadderRun, ladder_runs, longest_first, makespan
 from llm_pretrain.forecast.points import Rung
 
@@ -88,7 +88,7 @@ class Speed(NamedTuple):
 
 def least_tokens(config: Config) -> int:
     """Tokens of the shortest run that a law holds for."""
-    return max(MIN_TOKENS, MIN_STEPS * tokens_per_step(config))
+    return max(MIN_TOKENS, MIN_STEPS * config.training.tokens_per_step)
 
 
 def ladder_flops(sizes: Sizes, rungs: Sequence[Rung]) -> float:
@@ -102,7 +102,7 @@ def ladder_seconds(sizes: Sizes, rungs: Sequence[Rung], speed: Speed) -> float:
     costs = dict[LadderRun, float]()
     for run in ladder_runs(rungs):
         evaluations = 1 if run.begin else run.end // save_steps[run.hidden_size] + 1
-        tokens = run.trained_steps * tokens_per_step(sizes.base)
+        tokens = run.trained_steps * sizes.base.training.tokens_per_step
         tokens += EVALUATION_COST * evaluations * speed.evaluated_tokens
         flops = tokens * sizes.of(run.hidden_size).flops_per_token
         costs[run] = speed.start_up + flops / speed.flops_per_second
@@ -160,7 +160,7 @@ def least_flops(sizes: Sizes, unique_tokens: int) -> float:
     if unique_tokens < (needed := math.ceil(SMALLEST_BRANCHES[-1] * unit_tokens / MAX_EPOCHS)):
         raise ConfigError(
             f"--input: expected a store of about {needed:,} tokens for a ladder with steps of "
-            f"{tokens_per_step(sizes.base):,} tokens, found {unique_tokens:,}; bring more "
+            f"{sizes.base.training.tokens_per_step:,} tokens, found {unique_tokens:,}; bring more "
             f"text{_or_smaller_steps(sizes)}"
         )
     smallest = _widening(sizes, sizes.least_number, SIZE_COUNTS[-1])
@@ -215,7 +215,7 @@ def _rungs(sizes: Sizes, budget_flops: float, unique_tokens: int, count: int) ->
             break
     if chosen is None:
         return None
-    unit = max(1, round(chosen[0] / 2 / tokens_per_step(sizes.base)))
+    unit = max(1, round(chosen[0] / 2 / sizes.base.training.tokens_per_step))
     first, *others = (size.hidden_size for size in chosen[1])
     rungs = (Rung(each, tuple(unit * branch for branch in BRANCHES)) for each in others)
     return Rung(first, tuple(unit * branch for branch in SMALLEST_BRANCHES)), *rungs

@@ -104,7 +104,7 @@ class Size(NamedTuple):
     @property
     def step_flops(self) -> float:
         """FLOPs of an optimizer step."""
-        return self.flops_per_token * tokens_per_step(self.config)
+        return self.flops_per_token * self.config.training.tokens_per_step
 
 
 class Sizes:
@@ -139,11 +139,6 @@ class Sizes:
         while True:
             yield self.size(number)
             number = max(number + 1, round(number * 1.1))
-
-
-def tokens_per_step(config: Config) -> int:
-    """Positions of a step's batch, padding included."""
-    return config.training.global_batch_size * config.training.sequence_length
 
 
 def _width(base: int, ratio: float) -> int:

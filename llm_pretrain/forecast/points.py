@@ -16,7 +16,7 @@ from llm_pretrain.config.schema import matches_type
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import json_object, read_plain, replace_text
-from llm_pretrain.forecast.family import Size, member, tokens_per_step
+from llm_pretrain.forecast.family import Size, member
 
 LADDER_FILE, POINTS_FILE, RUNS_FOLDER = "ladder.json", "points.jsonl", "runs"
 VERSION = 1
@@ -44,7 +44,7 @@ class Training:
     @staticmethod
     def of(size: Size, steps: int, unique_tokens: int) -> Training:
         """The training of a member of the family for some steps."""
-        tokens = steps * tokens_per_step(size.config)
+        tokens = steps * size.config.training.tokens_per_step
         return Training(
             hidden_size=size.hidden_size,
             parameters=size.active_parameters,

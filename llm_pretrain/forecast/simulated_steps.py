@@ -82,13 +82,8 @@ class SimulatedStep:
 
         length, in_fp32 = config.training.sequence_length, config.training.precision == "fp32"
         peak = machine.fp32_tflops if in_fp32 else machine.bf16_tflops
-        flops = flops_per_token(config.model, length) * step_tokens(config)
+        flops = flops_per_token(config.model, length) * config.training.tokens_per_step
         return flops / (self.seconds * peak * 1e12 * world_size)
-
-
-def step_tokens(config: Config) -> int:
-    """Tokens of an optimizer step."""
-    return config.training.global_batch_size * config.training.sequence_length
 
 
 class Simulator:
