@@ -17,7 +17,7 @@ MIN_LAYERS = 2
 WIDTH_MULTIPLE = 32
 """Feed-forward widths are multiples of it, which matrix kernels prefer."""
 MIN_HEADS = 3
-"""Of the smallest size: those with fewer hardly gain from more tokens (docs/log.md#ladders)."""
+"""Heads of the smallest size: models with fewer hardly gain from more tokens (docs/log.md#ladders)."""
 
 
 def member(base: Config, hidden_size: int) -> Config:
@@ -85,10 +85,10 @@ class Size(NamedTuple):
     """A member of a family.
 
     Args:
-        config: Of the member.
-        flops_per_token: Of training.
+        config: The member's.
+        flops_per_token: FLOPs of training by one token.
         total_parameters: All counted.
-        active_parameters: Of a mixture those that a token uses, with embedding and head.
+        active_parameters: Those that a token uses, with embedding and head.
     """
 
     config: Config

@@ -39,8 +39,8 @@ class LadderProgress:
     """What the files of a run's folder hold at one moment; each empty while there is no such file.
 
     Args:
-        status: Of status.json.
-        rows: Of metrics.jsonl, without lost work.
+        status: Content of status.json.
+        rows: Rows of metrics.jsonl, without lost work.
     """
 
     status: dict[str, Any]

@@ -36,10 +36,10 @@ class Choice(NamedTuple):
     """A training that a budget pays for.
 
     Args:
-        size: That is trained.
+        size: The one that is trained.
         steps: Optimizer steps.
-        training: The same with its tokens and compute.
-        prediction: Of its last evaluation loss.
+        training: Its tokens and compute.
+        prediction: Its last evaluation's loss.
     """
 
     size: Size
@@ -59,7 +59,7 @@ class Forecast:
 
     Args:
         ladder: Measured.
-        samples: Of a fit's bootstrap.
+        samples: Laws that a fit's bootstrap fits.
     """
 
     ladder: Ladder

@@ -144,7 +144,7 @@ def register_kernels(dispatch_key: str) -> None:
     """Make torch call the operations that it would otherwise decompose; fake tensors know their results.
 
     Args:
-        dispatch_key: Of the device, such as `PrivateUse1`.
+        dispatch_key: The device's, such as `PrivateUse1`.
     """
 
     def is_called(*_: Any, **__: Any) -> Any:

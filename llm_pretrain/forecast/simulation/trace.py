@@ -81,9 +81,9 @@ class Padding:
     """A parameter whose rows do not divide evenly over the ranks.
 
     Args:
-        name: In the model.
+        name: Its name in the model.
         rows: Along the dimension that is sharded.
-        ranks: That share them.
+        ranks: Those that share them.
         factor: Elements of the whole model with padding, relative to those without.
     """
 
@@ -324,7 +324,7 @@ def idle_time(schedule: Any) -> float:
     busy = sum(_UNITS[kind] for _, kind in actions[0])
     free = dict.fromkeys(actions, 0.0)
     ended: dict[tuple[bool, int], list[float]] = defaultdict(list)
-    """Of each micro batch on a stage, forward, or backward to its inputs."""
+    """Times of each micro batch on a stage, forward, or backward to its inputs."""
     is_stuck = False
     while any(actions.values()):
         assert not is_stuck, "the schedule waits for itself"
