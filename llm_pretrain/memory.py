@@ -105,8 +105,7 @@ def estimate_time(config: Config, world_size: int, *, tokens: int, flops: float,
 
 def token_budget(config: Config) -> int:
     """Tokens of the whole run, padding included."""
-    training = config.training
-    return training.max_steps * training.global_batch_size * training.sequence_length
+    return config.training.max_steps * config.training.tokens_per_step
 
 
 def compute_optimal_tokens(config: Config) -> int:

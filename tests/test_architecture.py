@@ -226,6 +226,12 @@ def test_the_scripts_differ_only_in_their_engine():
     assert bodies[0] == bodies[1]
 
 
+def test_one_file_replaces_names():
+    """What else the package varies is handed in."""
+    users = [path for path in modules() if any(name.startswith("unittest") for name in imports(path))]
+    assert users == [PACKAGE / "forecast/simulation/patches.py"]
+
+
 def test_functions_have_one_subject():
     """They stay within 80 lines."""
     for path in [*modules(), *SCRIPTS.values()]:

@@ -168,7 +168,7 @@ def _intervals(run: RunFiles) -> Iterator[tuple[Attempt, int | None, Row | None,
 def _choose_rows(count: int, wanted: str | int | None, config: Config, every: int) -> list[int]:
     """Indices of the rows to check, including the first and the last."""
     if wanted is None:
-        positions = config.training.global_batch_size * config.training.sequence_length * every
+        positions = config.training.tokens_per_step * every
         wanted = max(3, DEFAULT_TOKENS // positions)
     if wanted == "all" or int(wanted) >= count:
         return list(range(count))

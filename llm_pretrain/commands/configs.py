@@ -138,6 +138,5 @@ def _sizes(file: Path) -> tuple[str, str, str, str, str]:
         kind += f"+{model.n_shared_experts}" if model.n_shared_experts else ""
         dense = model.num_hidden_layers - len(model.moe_layers)
         kind += f", {dense} dense" if dense else ""
-    tokens = training.global_batch_size * training.sequence_length
     sizes = (quantity(size.total) + mark, quantity(size.active) + mark)
-    return *sizes, kind, f"{training.sequence_length:,}", f"{tokens:,}"
+    return *sizes, kind, f"{training.sequence_length:,}", f"{training.tokens_per_step:,}"

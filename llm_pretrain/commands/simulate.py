@@ -157,14 +157,14 @@ def _fits(step: SimulatedStep, machine: Cluster) -> bool:
 
 
 def _as_json(step: SimulatedStep, config: Config, world_size: int, machine: Cluster) -> dict[str, Any]:
-    from llm_pretrain.forecast.simulated_steps import findings, step_tokens
+    from llm_pretrain.forecast.simulated_steps import findings
 
     return {
         **dataclasses.asdict(step),
         "fits": _fits(step, machine),
         "seconds": step.seconds,
         "bound": step.bound,
-        "tokens_per_second": step_tokens(config) / step.seconds,
+        "tokens_per_second": config.training.tokens_per_step / step.seconds,
         "mfu": step.mfu(config, world_size, machine),
         "findings": findings(step, config, machine),
         "machine": dataclasses.asdict(machine),
@@ -206,8 +206,6 @@ def _print_step(
 
 
 def _print_time(step: SimulatedStep, config: Config, world_size: int, machine: Cluster) -> None:
-    from llm_pretrain.forecast.simulated_steps import step_tokens
-
     print("time of a step, at least")
     print(f"  {'products':<34} {_seconds(step.products):>11}")
     print(f"  {'memory traffic':<34} {_seconds(step.traffic):>11}")
@@ -217,7 +215,7 @@ def _print_time(step: SimulatedStep, config: Config, world_size: int, machine: C
         print(f"  {link + ', computation waits':<34} {_seconds(seconds):>11}")
     if step.idle:
         print(f"  {'waiting for other stages':<34} {_seconds(step.idle):>11}")
-    speed, mfu = step_tokens(config) / step.seconds, step.mfu(config, world_size, machine)
+    speed, mfu = config.training.tokens_per_step / step.seconds, step.mfu(config, world_size, machine)
     print(
         f"  {'step':<34} {_seconds(step.seconds):>11}  at most {speed:,.0f} tokens/s, "
         f"{speed / world_size:,.0f} a GPU, MFU {mfu:.1%}; bound by {step.bound}"

@@ -324,6 +324,11 @@ class TrainingConfig:
     attention_implementation: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
     loss_implementation: Literal["auto", "full", "fused"] = "auto"
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions of an optimizer step, padding included."""
+        return self.global_batch_size * self.sequence_length
+
     def check(self) -> Iterator[str]:
         """One line for each contradiction between fields of this section, and for each missing package.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.forecast.family import Size, Sizes, tokens_per_step
+from llm_pretrain.forecast.family import Size, Sizes
 from llm_pretrain.forecast.ladder_runs import LadderRun, ladder_runs, longest_first, makespan
 from llm_pretrain.forecast.points import Rung
 
@@ -19,26 +19,26 @@ BRANCHES = (2, 4)
 decay that begins at k units ends at 2k, after D tokens for k = 4: every size sees D/2 and D, which tell how
 the loss falls with size."""
 SMALLEST_BRANCHES = (2, 3, 4, 5)
-"""Those of the smallest size, whose tokens cost least: up to 5D/4, to tell how the loss falls with tokens."""
+"""Branches of the smallest size, whose tokens cost least: up to 5D/4 tells how the loss falls with tokens."""
 SIZE_COUNTS = (5, 4, 3)
 """Numbers of sizes, the preferred first; with fewer than three a curve over sizes is no fit."""
 WIDTH_RATIO = 1.25
 """Hidden size over that of the next smaller size: some 1.6 times the FLOPs per token."""
 TOKENS_PER_PARAMETER = 20.0
-"""Of the middle size at D, about; with the embedding: compute-optimal (arXiv:2203.15556)."""
+"""Ratio of the middle size at D, about; with the embedding: compute-optimal (arXiv:2203.15556)."""
 MAX_EPOCHS = 4.0
 """Passes of the store in the longest run: more repetitions teach less (arXiv:2305.16264)."""
 MIN_TOKENS_PER_PARAMETER = 1.0
-"""Of the smallest size: with fewer in `MAX_EPOCHS` passes all sizes lack text, and no size is the best. A
-larger budget is not spent."""
+"""Least ratio of the smallest size: with fewer in `MAX_EPOCHS` passes all sizes lack text, and no size is the
+best. A larger budget is not spent."""
 MIN_STEPS = 450
-"""Of a run: the losses of fewer fall in another way (docs/log.md#ladders)."""
+"""Steps of a run: the losses of fewer fall in another way (docs/log.md#ladders)."""
 MIN_TOKENS = 3_750_000
-"""Of a run: whatever their size, models learn to copy from their context between 2 and 5 M tokens, and no one
-law fits losses from before and after this jump. Most have learnt it here; later costs more
+"""Tokens of a run: whatever their size, models learn to copy from their context between 2 and 5 M tokens, and
+no one law fits losses from before and after this jump. Most have learnt it here; later costs more
 (docs/log.md#ladders)."""
 EVALUATION_COST = 1 / 3
-"""Of an evaluated token, in trained ones: it has no backward pass."""
+"""Cost of an evaluated token, in trained ones: it has no backward pass."""
 FLOPS_LIMIT, SECONDS_LIMIT = 1e27, 10 * 365 * 86400.0
 """Larger budgets are mistakes; more money or tokens than `FLOPS_LIMIT` too."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -74,10 +74,10 @@ class Speed(NamedTuple):
     """Measured speed of a ladder's runs on this machine.
 
     Args:
-        flops_per_second: Of one run, with others beside it.
+        flops_per_second: Those of one run, with others beside it.
         start_up: Seconds from a launch to the first step.
         slots: Runs side by side.
-        evaluated_tokens: Of one evaluation.
+        evaluated_tokens: Tokens of one evaluation.
     """
 
     flops_per_second: float
@@ -88,7 +88,7 @@ class Speed(NamedTuple):
 
 def least_tokens(config: Config) -> int:
     """Tokens of the shortest run that a law holds for."""
-    return max(MIN_TOKENS, MIN_STEPS * tokens_per_step(config))
+    return max(MIN_TOKENS, MIN_STEPS * config.training.tokens_per_step)
 
 
 def ladder_flops(sizes: Sizes, rungs: Sequence[Rung]) -> float:
@@ -102,7 +102,7 @@ def ladder_seconds(sizes: Sizes, rungs: Sequence[Rung], speed: Speed) -> float:
     costs = dict[LadderRun, float]()
     for run in ladder_runs(rungs):
         evaluations = 1 if run.begin else run.end // save_steps[run.hidden_size] + 1
-        tokens = run.trained_steps * tokens_per_step(sizes.base)
+        tokens = run.trained_steps * sizes.base.training.tokens_per_step
         tokens += EVALUATION_COST * evaluations * speed.evaluated_tokens
         flops = tokens * sizes.of(run.hidden_size).flops_per_token
         costs[run] = speed.start_up + flops / speed.flops_per_second
@@ -117,9 +117,9 @@ def choose_rungs(sizes: Sizes, budget_flops: float, unique_tokens: int) -> tuple
     budget makes runs longer and adds sizes: each one that is more than the fewest asks for twice the tokens.
 
     Args:
-        sizes: Of the family, `model.vocab_size` resolved.
-        budget_flops: Of all trainings.
-        unique_tokens: Of the training split.
+        sizes: Those of the family, `model.vocab_size` resolved.
+        budget_flops: FLOPs of all trainings.
+        unique_tokens: Tokens of the training split.
 
     Raises:
         ConfigError: the budget is too small, or the text too short for any; it names what is enough.
@@ -160,7 +160,7 @@ def least_flops(sizes: Sizes, unique_tokens: int) -> float:
     if unique_tokens < (needed := math.ceil(SMALLEST_BRANCHES[-1] * unit_tokens / MAX_EPOCHS)):
         raise ConfigError(
             f"--input: expected a store of about {needed:,} tokens for a ladder with steps of "
-            f"{tokens_per_step(sizes.base):,} tokens, found {unique_tokens:,}; bring more "
+            f"{sizes.base.training.tokens_per_step:,} tokens, found {unique_tokens:,}; bring more "
             f"text{_or_smaller_steps(sizes)}"
         )
     smallest = _widening(sizes, sizes.least_number, SIZE_COUNTS[-1])
@@ -215,7 +215,7 @@ def _rungs(sizes: Sizes, budget_flops: float, unique_tokens: int, count: int) ->
             break
     if chosen is None:
         return None
-    unit = max(1, round(chosen[0] / 2 / tokens_per_step(sizes.base)))
+    unit = max(1, round(chosen[0] / 2 / sizes.base.training.tokens_per_step))
     first, *others = (size.hidden_size for size in chosen[1])
     rungs = (Rung(each, tuple(unit * branch for branch in BRANCHES)) for each in others)
     return Rung(first, tuple(unit * branch for branch in SMALLEST_BRANCHES)), *rungs

@@ -17,7 +17,7 @@ MIN_LAYERS = 2
 WIDTH_MULTIPLE = 32
 """Feed-forward widths are multiples of it, which matrix kernels prefer."""
 MIN_HEADS = 3
-"""Of the smallest size: those with fewer hardly gain from more tokens (docs/log.md#ladders)."""
+"""Heads of the smallest size: models with fewer hardly gain from more tokens (docs/log.md#ladders)."""
 
 
 def member(base: Config, hidden_size: int) -> Config:
@@ -85,10 +85,10 @@ class Size(NamedTuple):
     """A member of a family.
 
     Args:
-        config: Of the member.
-        flops_per_token: Of training.
+        config: The member's.
+        flops_per_token: FLOPs of training by one token.
         total_parameters: All counted.
-        active_parameters: Of a mixture those that a token uses, with embedding and head.
+        active_parameters: Those that a token uses, with embedding and head.
     """
 
     config: Config
@@ -104,7 +104,7 @@ class Size(NamedTuple):
     @property
     def step_flops(self) -> float:
         """FLOPs of an optimizer step."""
-        return self.flops_per_token * tokens_per_step(self.config)
+        return self.flops_per_token * self.config.training.tokens_per_step
 
 
 class Sizes:
@@ -139,11 +139,6 @@ class Sizes:
         while True:
             yield self.size(number)
             number = max(number + 1, round(number * 1.1))
-
-
-def tokens_per_step(config: Config) -> int:
-    """Positions of a step's batch, padding included."""
-    return config.training.global_batch_size * config.training.sequence_length
 
 
 def _width(base: int, ratio: float) -> int:

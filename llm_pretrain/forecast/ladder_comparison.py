@@ -15,8 +15,8 @@ class EqualLoss(NamedTuple):
     """What two ladders need for a loss on the frontier of the first.
 
     Args:
-        loss: Of a point of the first.
-        flops: Of that point.
+        loss: A loss on the first's frontier.
+        flops: FLOPs of the first's point.
         ratio: FLOPs of the second ÷ those of the first: below 1 the second learns more from the same compute.
             None where no point of the second's frontier is worse, or none is better.
     """

@@ -22,7 +22,7 @@ def write_ladder_report(folder: Path, output: Path | None = None) -> Path:
     """Write the page about a ladder, which may be unfinished.
 
     Args:
-        folder: Of the ladder.
+        folder: The ladder's.
         output: The page's file, which is returned; `report.html` of the folder if None.
 
     Raises:

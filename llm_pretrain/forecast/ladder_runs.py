@@ -21,7 +21,7 @@ class LadderRun:
     """One training process of a ladder.
 
     Args:
-        hidden_size: Of the model.
+        hidden_size: The model's.
         begin: Step of the stable run's checkpoint that a decay begins at; 0 for a stable run.
         end: Last step.
     """

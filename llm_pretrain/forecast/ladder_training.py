@@ -27,7 +27,7 @@ from llm_pretrain.forecast.budget import (
     read_budget,
     rungs_within,
 )
-from llm_pretrain.forecast.family import Size, Sizes, member, tokens_per_step
+from llm_pretrain.forecast.family import Size, Sizes, member
 from llm_pretrain.forecast.ladder_report import write_ladder_report
 from llm_pretrain.forecast.ladder_runs import LadderRun, ladder_runs, longest_first, run_config, run_folder
 from llm_pretrain.forecast.measurements import (
@@ -95,7 +95,7 @@ def new_ladder(
     )
     for rung in rungs:
         parameters = quantity(sizes.of(rung.hidden_size).active_parameters)
-        tokens = ", ".join(quantity(steps * tokens_per_step(base)) for steps in rung.steps)
+        tokens = ", ".join(quantity(steps * base.training.tokens_per_step) for steps in rung.steps)
         say(f"  hidden size {rung.hidden_size}, {parameters} active parameters: {tokens} tokens")
     return ladder
 
@@ -208,7 +208,7 @@ class Runner:
         if not progress.has_ended(run.end):
             raise failure(job, run.name, code)
         write_points(self.ladder.folder, measured_points(self.ladder))
-        tokens, used = run.end * tokens_per_step(self.ladder.base), used_flops(self.ladder)
+        tokens, used = run.end * self.ladder.base.training.tokens_per_step, used_flops(self.ladder)
         share = used / ladder_flops(self.sizes, self.ladder.rungs)
         result = "DIVERGED" if progress.has_diverged else f"loss {progress.evaluations[run.end].loss:.4f}"
         say(f"{run.name:<16} {tokens:>13,} tokens  {result:<11}  used {share:.0%} ({used:.2g} FLOPs)")
@@ -286,7 +286,7 @@ def measure_steps(
     """(median seconds of a step, seconds to the first step) of runs side by side.
 
     Args:
-        configs: Of runs with a row for each step and no end, as `measured_config` makes them.
+        configs: Those of runs with a row for each step and no end, as `measured_config` makes them.
         folder: Emptied first; deleted at the end, but kept with its logs where a run failed.
         context: Where to launch.
         world_size: Processes of each.

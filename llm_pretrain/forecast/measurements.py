@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm_pretrain.errors import ConfigError, DataError
-from llm_pretrain.forecast.family import Sizes, tokens_per_step
+from llm_pretrain.forecast.family import Sizes
 from llm_pretrain.forecast.ladder_runs import ladder_runs, run_folder, rung_runs
 from llm_pretrain.forecast.points import (
     LADDER_FILE,
@@ -39,8 +39,8 @@ class LadderProgress:
     """What the files of a run's folder hold at one moment; each empty while there is no such file.
 
     Args:
-        status: Of status.json.
-        rows: Of metrics.jsonl, without lost work.
+        status: Content of status.json.
+        rows: Rows of metrics.jsonl, without lost work.
     """
 
     status: dict[str, Any]
@@ -155,7 +155,7 @@ def read_ladder(folder: str | Path) -> Ladder:
     for number, point in enumerate(points, start=1):
         own = None
         if point.hidden_size in widths and point.key not in seen:
-            steps = point.tokens // tokens_per_step(ladder.base)
+            steps = point.tokens // ladder.base.training.tokens_per_step
             own = Training.of(sizes.of(point.hidden_size), steps, ladder.unique_tokens)
         seen.add(point.key)
         if own is None or dataclasses.asdict(own).items() - dataclasses.asdict(point).items():

@@ -15,7 +15,7 @@ from llm_pretrain.config.schema import LARGEST_INTEGER
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.forecast.budget import MAX_EPOCHS, MIN_TOKENS_PER_PARAMETER, least_tokens
-from llm_pretrain.forecast.family import Size, Sizes, tokens_per_step
+from llm_pretrain.forecast.family import Size, Sizes
 from llm_pretrain.forecast.ladder_runs import warmup_of
 from llm_pretrain.forecast.points import Ladder, Training
 from llm_pretrain.forecast.scaling_law import SAMPLES, Fit, Prediction, fit_law
@@ -36,10 +36,10 @@ class Choice(NamedTuple):
     """A training that a budget pays for.
 
     Args:
-        size: That is trained.
+        size: The one that is trained.
         steps: Optimizer steps.
-        training: The same with its tokens and compute.
-        prediction: Of its last evaluation loss.
+        training: Its tokens and compute.
+        prediction: Its last evaluation's loss.
     """
 
     size: Size
@@ -59,7 +59,7 @@ class Forecast:
 
     Args:
         ladder: Measured.
-        samples: Of a fit's bootstrap.
+        samples: Laws that a fit's bootstrap fits.
     """
 
     ladder: Ladder
@@ -106,7 +106,7 @@ class Forecast:
             ConfigError: there is none.
         """
         ladder, found, best = self.ladder, list[Choice](), math.inf
-        least, step_tokens = least_tokens(ladder.base), tokens_per_step(ladder.base)
+        least, step_tokens = least_tokens(ladder.base), ladder.base.training.tokens_per_step
         for size in self.sizes.ascending():
             if size.total_parameters > max_parameters or flops / size.flops_per_token - evaluated < least:
                 break

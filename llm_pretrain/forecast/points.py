@@ -16,7 +16,7 @@ from llm_pretrain.config.schema import matches_type
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import json_object, read_plain, replace_text
-from llm_pretrain.forecast.family import Size, member, tokens_per_step
+from llm_pretrain.forecast.family import Size, member
 
 LADDER_FILE, POINTS_FILE, RUNS_FOLDER = "ladder.json", "points.jsonl", "runs"
 VERSION = 1
@@ -28,10 +28,10 @@ class Training:
     """One model trained on one number of tokens.
 
     Args:
-        hidden_size: Of the model, a member of the ladder's family.
+        hidden_size: Width of the model, a member of the ladder's family.
         parameters: Active ones, with embedding and head; a tied embedding counts once.
         tokens: Trained on, from the first step.
-        unique_tokens: Of the training split; more `tokens` are repetitions.
+        unique_tokens: Tokens of the training split; more `tokens` are repetitions.
         flops: From the first step.
     """
 
@@ -44,7 +44,7 @@ class Training:
     @staticmethod
     def of(size: Size, steps: int, unique_tokens: int) -> Training:
         """The training of a member of the family for some steps."""
-        tokens = steps * tokens_per_step(size.config)
+        tokens = steps * size.config.training.tokens_per_step
         return Training(
             hidden_size=size.hidden_size,
             parameters=size.active_parameters,
@@ -60,7 +60,7 @@ class Point(Training):
 
     Args:
         loss: On the validation split, nats per token.
-        bits_per_byte: The same per byte of text; None where the store has no bytes.
+        bits_per_byte: The loss in bits per byte of text; None where the store has no bytes.
         decayed: Whether the learning rate has decayed; False in the stable phase.
     """
 
@@ -79,7 +79,7 @@ class Rung:
     """The runs of one size.
 
     Args:
-        hidden_size: Of the model.
+        hidden_size: The model's.
         branches: Step at which the decay of each begins, ascending.
     """
 
@@ -102,11 +102,11 @@ class Ladder:
     """A ladder's runs and what they have measured so far.
 
     Args:
-        folder: Of the ladder.
+        folder: The ladder's.
         base: The configuration whose family it is, with the store as its data, vocabulary and precision
             resolved.
-        store_hash: Of the token store.
-        unique_tokens: Of its training split.
+        store_hash: Hash of the token store.
+        unique_tokens: Tokens of its training split.
         rungs: One for each size, ascending.
         budget: As it was given: `20m`, `1e16`.
         threads: CPU threads of each run.

@@ -30,7 +30,7 @@ EXPONENTS = (0.05, 1.0)
 _STARTS = (0.2, 0.5, 1.0)
 """Exponents at which the search begins, each with each."""
 SAMPLES = 100
-"""Of the bootstrap."""
+"""Laws that the bootstrap fits."""
 INTERVAL_LEVEL = 0.9
 """Share of runs that the interval should contain."""
 LEAST_NOISE = 4e-3
@@ -39,7 +39,7 @@ LEAST_POINTS, LEAST_SIZES = 7, 3
 NO_LAW = 0.01
 """Noise above this is named: points before and after a jump of the loss, which no law follows."""
 _NUMBERS = 5
-"""Of a law: E, A, alpha, B and beta."""
+"""Numbers of a law: E, A, alpha, B and beta."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ScalingLaw:
         Args:
             parameters: Active ones.
             tokens: Trained on.
-            unique_tokens: Of the text; more `tokens` are repetitions.
+            unique_tokens: Tokens of the text; more `tokens` are repetitions.
         """
         seen = effective_tokens(tokens, unique_tokens)
         return self.E + self.A / parameters**self.alpha + self.B / seen**self.beta
@@ -95,12 +95,12 @@ class Fit:
 
     Args:
         law: Fitted.
-        points: That it is fitted to.
+        points: Those that it is fitted to.
         residuals: log L of each point less the law's.
         noise: Standard deviation of log L around the law at `largest_flops`; it grows with the square root of
             less compute.
         samples: Laws fitted to points drawn around the law with its noise.
-        largest_flops: Of the point that has most.
+        largest_flops: FLOPs of the point that has most.
     """
 
     law: ScalingLaw
@@ -142,8 +142,8 @@ def fit_law(points: Sequence[Point], *, samples: int = SAMPLES) -> Fit:
     """Fit the law to points of one phase, decayed or stable.
 
     Args:
-        points: Of at least three sizes.
-        samples: Of the bootstrap.
+        points: Points of at least three sizes.
+        samples: Laws that the bootstrap fits.
 
     Raises:
         ConfigError: too few points or sizes.

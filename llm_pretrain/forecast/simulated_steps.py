@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from llm_pretrain.errors import ConfigError, ResourceError
 from llm_pretrain.hardware import Cluster
@@ -30,7 +30,7 @@ _STAGES = 8
 _TRACED = (3, 4)
 """Layers that are traced to extrapolate from, besides leading dense layers."""
 _TRACED_OF_A_STAGE = (2, 3)
-"""The same of each stage of a pipeline, which reduces its gradients once all are computed."""
+"""Layers of each stage of a pipeline that are traced: it reduces its gradients once all are computed."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,8 @@ class SimulatedStep:
 
         length, in_fp32 = config.training.sequence_length, config.training.precision == "fp32"
         peak = machine.fp32_tflops if in_fp32 else machine.bf16_tflops
-        flops = flops_per_token(config.model, length) * step_tokens(config)
+        flops = flops_per_token(config.model, length) * config.training.tokens_per_step
         return flops / (self.seconds * peak * 1e12 * world_size)
-
-
-def step_tokens(config: Config) -> int:
-    """Tokens of an optimizer step."""
-    return config.training.global_batch_size * config.training.sequence_length
 
 
 class Simulator:
@@ -113,9 +108,9 @@ class Simulator:
             print(json.dumps(job | {"machine": asdict(self._machine)}), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
-            raise ResourceError(
-                f"simulate: expected a simulated step, found: {_reason(self._process.stderr)}"
-            )
+            assert self._process.stderr is not None
+            reason = _reason(self._process.stderr.read())
+            raise ResourceError(f"simulate: expected a simulated step, found: {reason}")
         found = json.loads(line)
         if "errors" in found:
             raise ConfigError(*found["errors"])
@@ -175,17 +170,15 @@ def different_ranks(config: Config, world_size: int) -> list[int]:
     return [world_size // pp * rank for rank in sorted(found)]
 
 
-def _reason(stream: IO[str] | None) -> str:
-    lines = (stream.read() if stream else "").strip().splitlines()
-    return lines[-1][:200] if lines else "no message"
+def _reason(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1][:200]
 
 
 @contextmanager
 def simulator(machine: Cluster) -> Iterator[Simulator]:
     """A worker process, which ends with the block."""
-    command = [*RUN_MODULE, "llm_pretrain.forecast.simulation.worker"]
     with subprocess.Popen(
-        command,
+        [*RUN_MODULE, "llm_pretrain.forecast.simulation.worker"],
         env=_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -212,8 +205,7 @@ def verified(options: Sequence[str]) -> list[dict[str, Any]]:
     command = [*RUN_MODULE, "llm_pretrain.forecast.simulation.verify", json.dumps(list(options))]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise ResourceError(f"--verify: expected small steps to run here, found: {lines[-1]:.200}")
+        raise ResourceError(f"--verify: expected small steps to run here, found: {_reason(done.stderr)}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -318,10 +310,11 @@ def findings(step: SimulatedStep, config: Config, machine: Cluster) -> list[str]
     """What is wrong with a step, one line each."""
     found = []
     if (padding := step.padding) and padding["factor"] > 1.02:
+        fitting = min(padding["rows"] & -padding["rows"], padding["ranks"])  # the power of two that divides
         found.append(
             f"{padding['name']} has {padding['rows']} rows over {padding['ranks']} ranks: with padding all "
             f"parameters take {padding['factor']:.2f} times their size; use distributed.dp_shard_size "
-            f"{_divisor(padding['rows'], padding['ranks'])} or fewer, or distributed.ep_size"
+            f"{fitting} or fewer, or distributed.ep_size"
         )
     gathers = [row for row in step.collectives if row["kind"] == "all_gather" and row["ranks"] > 1]
     for row in gathers:
@@ -342,8 +335,3 @@ def findings(step: SimulatedStep, config: Config, machine: Cluster) -> list[str]
             "tokens travel over the network, and computation waits for them"
         )
     return found
-
-
-def _divisor(rows: int, ranks: int) -> int:
-    """The largest power of two that divides rows, at most the ranks."""
-    return min(rows & -rows, ranks)

@@ -226,10 +226,10 @@ class Recorder:
         steps, tokens, seconds = self._interval_steps, self._interval_tokens, self._interval_seconds
         self._interval_steps, self._interval_tokens, self._interval_seconds = 0, 0, 0.0
         training, step_seconds = self.config.training, seconds / steps
-        positions = training.global_batch_size * training.sequence_length
         mfu = None
         if self._peak_flops:
-            flops = flops_per_token(self.config.model, training.sequence_length) * positions
+            per_token = flops_per_token(self.config.model, training.sequence_length)
+            flops = per_token * training.tokens_per_step
             mfu = flops / step_seconds / (self._peak_flops * self.engine.world_size)
         return {
             "perf/tokens_per_second": tokens / seconds,

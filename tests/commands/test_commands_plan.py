@@ -24,7 +24,6 @@ from llm_pretrain.__main__ import main
 from llm_pretrain.config.loading import load_config
 from llm_pretrain.config.tree import Config
 from llm_pretrain.forecast import budget
-from llm_pretrain.forecast.family import tokens_per_step
 from llm_pretrain.forecast.ladder_runs import with_store
 from llm_pretrain.forecast.points import RUNS_FOLDER
 from llm_pretrain.hardware import GPU_GB
@@ -120,12 +119,12 @@ def test_a_time_here_is_that_of_measured_steps_and_of_evaluations(
     assert config.model.hidden_size <= measured[0].model.hidden_size
     rate = flops_per_step(measured[0]) / (2e-4 * measured[0].model.hidden_size)
     seconds = config.training.max_steps * flops_per_step(config) / rate
-    evaluations = 11 * 1_000_000 * flops_per_step(config) / tokens_per_step(config) / rate
+    evaluations = 11 * 1_000_000 * flops_per_step(config) / config.training.tokens_per_step / rate
     assert seconds + evaluations == pytest.approx(1200, rel=0.01)
 
 
 def flops_per_step(config: Config) -> float:
-    return flops_per_token(config.model, config.training.sequence_length) * tokens_per_step(config)
+    return flops_per_token(config.model, config.training.sequence_length) * config.training.tokens_per_step
 
 
 @pytest.mark.usefixtures("long_evaluations")

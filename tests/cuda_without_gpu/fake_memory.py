@@ -22,6 +22,7 @@ from llm_pretrain.distributed.fsdp import rebound_optimizer
 from llm_pretrain.distributed.initial_values import materialize
 from llm_pretrain.distributed.mesh import Meshes, Place, expert_mesh
 from llm_pretrain.distributed.parallelize import parallelize
+from llm_pretrain.forecast.simulation.patches import tracked
 from llm_pretrain.forecast.simulation.tracker import Tracker
 from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.training.model_setup import build_model
@@ -47,7 +48,7 @@ def tracked_peak(config: Config, world_size: int = 1) -> int:
         sizes, names = (replicas, config.distributed.shard_size(world_size)), ("dp_replicate", "dp_shard")
         mesh = init_device_mesh("cuda", sizes, mesh_dim_names=names)
     experts = expert_mesh(config, "cpu", world_size)
-    with FakeTensorMode(allow_non_fake_inputs=True), memory.running():
+    with FakeTensorMode(allow_non_fake_inputs=True), tracked(memory):
         model: Any = fake_model(config)
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         if world_size > 1:
@@ -106,7 +107,7 @@ def start_up_peak(config: Config, *, shards_first: bool = True) -> tuple[int, in
         shards_first: Shard the model before its parameters get memory, as a run does.
     """
     memory = Tracker("cuda")
-    with FakeTensorMode(allow_non_fake_inputs=True), memory.running():
+    with FakeTensorMode(allow_non_fake_inputs=True), tracked(memory):
         with torch.device("meta" if shards_first else CUDA):
             model = build_model(config)
         parallelize(model, Meshes(), Place(), config)

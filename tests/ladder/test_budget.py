@@ -25,7 +25,7 @@ from llm_pretrain.forecast.budget import (
     read_budget,
     rungs_within,
 )
-from llm_pretrain.forecast.family import Sizes, tokens_per_step
+from llm_pretrain.forecast.family import Sizes
 from llm_pretrain.forecast.ladder_runs import LadderRun, ladder_runs, longest_first, makespan
 from llm_pretrain.forecast.points import Rung
 from llm_pretrain.model.sizes import count_parameters
@@ -46,7 +46,7 @@ CASES = [
 def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int, flops: float):
     base = preset(name)
     sizes, rungs = Sizes(base), choose_rungs(Sizes(base), flops, unique_tokens)
-    is_short_of_text = rungs[0].steps[-1] * tokens_per_step(base) > 0.99 * MAX_EPOCHS * unique_tokens
+    is_short_of_text = rungs[0].steps[-1] * base.training.tokens_per_step > 0.99 * MAX_EPOCHS * unique_tokens
     assert (0.85 if is_short_of_text else 0.95) * flops < ladder_flops(sizes, rungs) < 1.01 * flops
     assert 3 <= len(rungs) <= 5
     per_step = [sizes.of(rung.hidden_size).step_flops for rung in rungs]
@@ -59,9 +59,9 @@ def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int,
     smallest, *others = rungs
     assert len({(rung.steps, rung.branches) for rung in others}) == 1, "all others see the same tokens"
     assert set(others[0].steps) < set(smallest.steps)
-    shortest, longest = (smallest.steps[index] * tokens_per_step(base) for index in (0, -1))
+    shortest, longest = (smallest.steps[index] * base.training.tokens_per_step for index in (0, -1))
     assert longest <= 1.01 * MAX_EPOCHS * unique_tokens
-    assert shortest == others[0].steps[0] * tokens_per_step(base)
+    assert shortest == others[0].steps[0] * base.training.tokens_per_step
     assert shortest >= 0.99 * least_tokens(base) * 2 ** (len(rungs) - 3)
 
 
@@ -75,7 +75,7 @@ def test_a_larger_budget_has_more_sizes_around_the_best_for_its_tokens(
     rungs = choose_rungs(Sizes(base), flops, unique_tokens)
     assert len(rungs) == count
     middle = Sizes(base).of(rungs[count // 2].hidden_size)
-    tokens = rungs[-1].steps[-1] * tokens_per_step(base)
+    tokens = rungs[-1].steps[-1] * base.training.tokens_per_step
     assert 14 < tokens / middle.active_parameters <= 20.1
 
 
@@ -112,7 +112,7 @@ def test_every_budget_from_the_least_on_has_a_ladder(unique_tokens: int):
         flops = least * 1.2**power
         rungs = choose_rungs(sizes, flops, unique_tokens)
         assert ladder_flops(sizes, rungs) < 1.01 * flops
-        assert rungs[0].steps[-1] * tokens_per_step(sizes.base) <= 1.01 * MAX_EPOCHS * unique_tokens
+        assert rungs[0].steps[-1] * sizes.base.training.tokens_per_step <= 1.01 * MAX_EPOCHS * unique_tokens
 
 
 def test_a_budget_that_is_huge_for_its_store_is_not_spent(monkeypatch: pytest.MonkeyPatch):
@@ -126,7 +126,7 @@ def test_a_budget_that_is_huge_for_its_store_is_not_spent(monkeypatch: pytest.Mo
     for flops in (1e18, 1e27):
         rungs = choose_rungs(Sizes(base), flops, 3_500_000)
         parameters = Sizes(base).of(rungs[0].hidden_size).active_parameters
-        tokens = rungs[0].steps[-1] * tokens_per_step(base)
+        tokens = rungs[0].steps[-1] * base.training.tokens_per_step
         assert 0.5 * MIN_TOKENS_PER_PARAMETER < tokens / parameters < 2 * MIN_TOKENS_PER_PARAMETER
         assert ladder_flops(Sizes(base), rungs) < flops
     assert max(counted) < 2000, "no size of 1e12 parameters is built"

@@ -12,7 +12,7 @@ import pytest
 from support.presets import preset
 
 from llm_pretrain.errors import ConfigError, DataError
-from llm_pretrain.forecast.family import Sizes, tokens_per_step
+from llm_pretrain.forecast.family import Sizes
 from llm_pretrain.forecast.ladder_runs import LadderRun, ladder_runs, run_config, run_folder
 from llm_pretrain.forecast.measurements import (
     diverged_sizes,
@@ -55,7 +55,7 @@ def test_the_table_has_every_evaluation_from_the_first_branch_on(ladder: Ladder)
     found = read_ladder(ladder.folder)
     assert dataclasses.replace(found, points=()) == ladder
     assert len(found.points) == 3 * (3 + 3)
-    assert min(point.tokens for point in found.points) == 12 * tokens_per_step(ladder.base)
+    assert min(point.tokens for point in found.points) == 12 * ladder.base.training.tokens_per_step
     first, last = found.points[0], found.points[-1]
     assert (first.hidden_size, first.decayed, last.hidden_size, last.decayed) == (32, False, 96, True)
     for point in found.points:
@@ -63,7 +63,7 @@ def test_the_table_has_every_evaluation_from_the_first_branch_on(ladder: Ladder)
         model = config.model
         assert point.parameters == count_parameters(model).active
         assert point.flops == flops_per_token(model, 64) * point.tokens
-    assert last.tokens == ladder.rungs[-1].steps[-1] * tokens_per_step(ladder.base)
+    assert last.tokens == ladder.rungs[-1].steps[-1] * ladder.base.training.tokens_per_step
     largest = Sizes(ladder.base).of(96).step_flops
     assert flops_per_second(ladder) == pytest.approx(largest / 0.5)
 

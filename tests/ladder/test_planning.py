@@ -14,7 +14,7 @@ from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.loading import validate
 from llm_pretrain.config.schema import LARGEST_INTEGER
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.forecast.family import Sizes, tokens_per_step
+from llm_pretrain.forecast.family import Sizes
 from llm_pretrain.forecast.planning import EVALUATIONS, Forecast, best_of
 from llm_pretrain.model.sizes import flops_per_token
 
@@ -90,7 +90,7 @@ def test_the_planned_run_is_the_choice(forecast: Forecast):
     config = forecast.config(choice, DistributedConfig(cpu_threads=1), 2, "night")
     base = forecast.ladder.base
     assert validate(config, needs_data=False) == []
-    assert config.training.max_steps * tokens_per_step(config) == choice.training.tokens
+    assert config.training.max_steps * config.training.tokens_per_step == choice.training.tokens
     assert (
         flops_per_token(config.model, config.training.sequence_length) * choice.training.tokens
         == choice.training.flops

@@ -224,7 +224,7 @@ def test_triton_multiplies_where_torch_cannot(capability, dtype, changes, needed
     shape = (config.num_experts, config.hidden_size, config.moe_intermediate_size)
     assert (needed is None) == (experts.triton_reason(cuda, dtype, shape) is None)
     for has_triton in (False, True):
-        monkeypatch.setattr(experts, "HAS_TRITON", has_triton)
+        monkeypatch.setattr(layers, "HAS_TRITON", has_triton)
         found = experts_requirement(config, Kernels(experts="grouped"), cuda, dtype)
         runs = needed is None or (has_triton and capability >= (8, 0))
         assert (found is None) == runs
@@ -236,7 +236,7 @@ def test_triton_multiplies_where_torch_cannot(capability, dtype, changes, needed
 
 def test_the_kernels_in_use_are_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    monkeypatch.setattr(experts, "HAS_TRITON", True)
+    monkeypatch.setattr(layers, "HAS_TRITON", True)
     cuda = torch.device("cuda", 7)
     assert describe_kernels(CONFIG, Kernels(), cuda, torch.bfloat16) == (
         "attention varlen, loss full, experts grouped by Triton "

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import _Action
 
+from llm_pretrain.forecast.simulation.patches import tracked
 from llm_pretrain.forecast.simulation.timing import Roofline, collective_time
 from llm_pretrain.forecast.simulation.trace import idle_time
 from llm_pretrain.forecast.simulation.tracker import Collective, Tracker
@@ -64,7 +65,7 @@ def seconds(fuses: bool, function: Any) -> tuple[float, float]:
     roofline.tracker = tracker = Tracker("cpu", roofline)
     tracker.phase = "forward"
     inputs = [torch.ones(8, 8) for _ in range(2)]
-    with tracker.running():
+    with tracked(tracker):
         tracker.micro_batch = 0
         kept = function(*inputs)
     del kept

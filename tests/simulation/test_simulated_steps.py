@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.forecast.simulation import trace as trace_module
+from llm_pretrain.forecast.simulation.patches import OURS, gpu_kernels, tracked
 from llm_pretrain.forecast.simulation.trace import Trace, traced_step
 from llm_pretrain.forecast.simulation.tracker import OPTIMIZER, PARAMETERS, Tracker
 from llm_pretrain.forecast.simulation.worker import fake_ranks, grouped
+from llm_pretrain.model.attention import rotary_frequencies
 
 CPU = torch.device("cpu")
 H, INNER, V, L, S, B = 32, 48, 512, 2, 16, 2
@@ -198,20 +201,56 @@ def test_padded_experts_are_found():
     assert by_rows is None or by_rows.factor < 1.05
 
 
-@contextmanager
-def untouched() -> Iterator[None]:
-    """Nothing of a simulation may remain in the process."""
-    from llm_pretrain.model.attention import rotary_frequencies
-
-    before = rotary_frequencies.cache_info().currsize
-    yield
-    assert rotary_frequencies.cache_info().currsize == before
-    assert not torch.distributed.is_initialized()
+def test_a_simulation_leaves_nothing_behind():
+    simulated(config(DENSE, 2), 2)
+    assert rotary_frequencies.cache_info().currsize == 0
+    assert not dist.is_initialized()
 
 
-def test_a_simulation_leaves_no_fake_tensor_behind():
-    with untouched():
-        simulated(config(DENSE, 2), 2)
+def own_names() -> dict[str, Any]:
+    """What every name of this project is, in its modules and classes."""
+    found: dict[str, Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("llm_pretrain", "train_pretrain"):
+            found[name] = module
+            found |= {f"{name}.{each}": value for each, value in vars(module).items()}
+            for owner in [each for each in vars(module).values() if isinstance(each, type)]:
+                if owner.__module__ == name:
+                    values = vars(owner).items()
+                    found |= {f"{name}.{owner.__qualname__}.{each}": value for each, value in values}
+    return found
+
+
+class Watch:
+    """What names are once a step has computed its gradients."""
+
+    tracker: Any = None
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+
+    def __call__(self, *_: Any) -> None:
+        if not self.names and self.tracker.phase == "update":
+            self.names = own_names()
+
+
+def test_few_names_of_ours_are_replaced_and_all_are_listed():
+    simulated(config(MOE, 4, ep_size=2), 4)  # imports what it needs
+    before, watch = own_names(), Watch()
+    simulated(config(MOE, 4, ep_size=2), 4, observe=watch)
+    with gpu_kernels((9, 0)):
+        on_gpu = own_names()
+    assert watch.names
+    replaced = {
+        name
+        for found in (watch.names, on_gpu)
+        for name, value in found.items()
+        if (name in before and value is not before[name]) or isinstance(value, SimpleNamespace)
+    }
+    assert replaced == set(OURS)
+    assert len(OURS) <= 8
+    after = own_names()
+    assert not [name for name in before if after[name] is not before[name]]
 
 
 @pytest.fixture
@@ -227,7 +266,7 @@ def test_of_a_real_step_what_gloo_holds_is_not_counted():
     if torch.__version__ < (2, 13):
         names = ("reduce_scatter_tensor", "all_gather_into_tensor")
     reduce_scatter, all_gather = (getattr(dist, name) for name in names)
-    with trace_module._OnCopies(), tracker.running():
+    with trace_module._OnCopies(), tracked(tracker):
         tensors: list[Any] = [torch.arange(64.0), torch.empty(64)]
         given, out = tensors
         reduce_scatter(out, given)

@@ -260,11 +260,11 @@ def test_experts_fall_back(precision: str, model: Any, order: list[str], monkeyp
 def walk(monkeypatch: Patch, folder: Path, part: Part, config: Config) -> list[str]:
     """The failures of a part of which every kernel fails, on an H100 of which only the name is there."""
     from llm_pretrain.model.kernels import choice as kernels
-    from llm_pretrain.model.kernels import experts
+    from llm_pretrain.model.kernels import layers
 
     for name, value in {"get_device_capability": (9, 0), "get_device_name": "NVIDIA H100 80GB HBM3"}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device=None, value=value: value)
-    monkeypatch.setattr(experts, "HAS_TRITON", True)
+    monkeypatch.setattr(layers, "HAS_TRITON", True)
     monkeypatch.setattr(kernel_choice, "CHECKED_DEVICES", {"cuda"})
     monkeypatch.setattr(kernel_choice, "_device_error", lambda device: None)
     kernels._capability.cache_clear()

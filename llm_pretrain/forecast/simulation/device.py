@@ -7,18 +7,16 @@ process, so a simulation has a process of its own.
 
 from __future__ import annotations
 
-import sys
 import types
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.utils._pytree import tree_map
+
+from llm_pretrain.model.kernels import GPU_TYPES
 
 NAME = "simulated"
 """Its type, as in `torch.device("simulated")`."""
@@ -29,8 +27,9 @@ _AUTOCAST = (
 """Operations that autocast computes in the low type."""
 _SINGLE_KERNELS = ("silu_backward", "_fused_rms_norm")
 """Operations that are one kernel on a GPU, and several operations where torch finds none."""
-_KERNELS = "llm_pretrain.model.kernels"
 _scores_attention = F.scaled_dot_product_attention
+autocast_copies: dict[int, Tensor] = {}
+"""Parameters' copies in the low type, by the `id` of the parameter, until the outermost region ends."""
 _libraries: list[torch.library.Library] = []
 """Registrations, which end when they are deleted."""
 
@@ -104,6 +103,7 @@ def register() -> torch.device:
         dist.Backend.register_backend(f"fake_{NAME}", _create_fake_pg, extended_api=True, devices=[NAME])
         _register_autocast()
         register_kernels("PrivateUse1")
+        GPU_TYPES.add(NAME)
     return torch.device(NAME, 0)
 
 
@@ -118,21 +118,14 @@ def _register_autocast() -> None:
     keys: Any = torch._C.DispatchKey
     excluded = torch._C.DispatchKeySet(keys.AutocastPrivateUse1)
 
-    copies: dict[int, Tensor] = {}
-    clear = torch.clear_autocast_cache
-
-    def clear_copies() -> None:
-        copies.clear()
-        clear()
-
     def cast(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
             return value
-        if (kept := copies.get(id(value))) is not None:
+        if (kept := autocast_copies.get(id(value))) is not None:
             return kept
         copy = value.to(torch.get_autocast_dtype(NAME))
         if value.is_leaf and value.requires_grad and torch.is_autocast_cache_enabled():
-            copies[id(value)] = copy
+            autocast_copies[id(value)] = copy
         return copy
 
     def low(operation: Any) -> Any:
@@ -142,7 +135,6 @@ def _register_autocast() -> None:
 
         return call
 
-    torch.clear_autocast_cache = clear_copies
     for name in _AUTOCAST:
         library.impl(name, low(getattr(torch.ops.aten, name).default))
     _libraries.extend((fallback, library))
@@ -152,7 +144,7 @@ def register_kernels(dispatch_key: str) -> None:
     """Make torch call the operations that it would otherwise decompose; fake tensors know their results.
 
     Args:
-        dispatch_key: Of the device, such as `PrivateUse1`.
+        dispatch_key: The device's, such as `PrivateUse1`.
     """
 
     def is_called(*_: Any, **__: Any) -> Any:
@@ -168,30 +160,7 @@ def register_kernels(dispatch_key: str) -> None:
     _libraries.extend((library, shapes))
 
 
-@contextmanager
-def gpu_kernels(capability: tuple[int, int]) -> Iterator[None]:
-    """A block in which the device takes the kernels of a GPU of this compute capability."""
-    grouped: Any = types.ModuleType("grouped_mm")
-    grouped.grouped_mm = _GroupedProduct.apply
-    cross_entropy: Any = types.ModuleType("cross_entropy")
-    cross_entropy.log_partition = _log_partition
-    cross_entropy.write_softmax_gradient = _write_softmax_gradient
-    modules = {f"{_KERNELS}.grouped_mm": grouped, f"{_KERNELS}.cross_entropy": cross_entropy}
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
-        stack.enter_context(patch(f"{_KERNELS}.layers.GPU_TYPES", {"cuda", NAME}))
-        stack.enter_context(patch(f"{_KERNELS}.layers.compute_capability", lambda device: capability))
-        for name in ("loss", "experts"):
-            stack.enter_context(patch(f"{_KERNELS}.{name}.HAS_TRITON", True))
-        for name, module in modules.items():  # not patch.dict, which forgets what was imported in the block
-            before = {name: sys.modules.pop(name)} if name in sys.modules else {}
-            stack.callback(sys.modules.update, before)
-            stack.callback(sys.modules.pop, name)
-            sys.modules[name] = module
-        yield
-
-
-def _attention(
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -217,31 +186,31 @@ def _attention(
 
 
 @torch.library.custom_op("simulated::log_partition", mutates_args=())
-def _log_partition(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def log_partition(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Shapes of `cross_entropy.log_partition`."""
     raise NotImplementedError
 
 
-@_log_partition.register_fake
+@log_partition.register_fake
 def _(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     lse = logits.new_empty(logits.shape[0], dtype=torch.float32)
     return lse, torch.empty_like(lse)
 
 
 @torch.library.custom_op("simulated::write_softmax_gradient", mutates_args=("logits",))
-def _write_softmax_gradient(
+def write_softmax_gradient(
     logits: Tensor, labels: Tensor, lse: Tensor, softmax_scale: Tensor, target_scale: Tensor
 ) -> None:
     """Shapes of `cross_entropy.write_softmax_gradient`."""
     raise NotImplementedError
 
 
-@_write_softmax_gradient.register_fake
+@write_softmax_gradient.register_fake
 def _(logits: Tensor, labels: Tensor, lse: Tensor, softmax_scale: Tensor, target_scale: Tensor) -> None:
     pass
 
 
-class _GroupedProduct(torch.autograd.Function):
+class GroupedProduct(torch.autograd.Function):
     """Shapes of `grouped_mm.grouped_mm`."""
 
     @staticmethod

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,33 +36,14 @@ _LOOKED_UP = {"embedding", "index", "index_select", "gather"}
 _LEFT = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 """Matrix products, and which of their tensors is the left factor."""
 _HIDDEN = {"all_gather", "reduce_scatter"}
-"""Collectives of FSDP's that run beside computation; and its all-reduces of gradients."""
-
-
-@dataclass
-class StepTime:
-    """Seconds of a step.
-
-    Args:
-        products: Of operations that their products bound.
-        traffic: Of operations that the memory's bandwidth bounds.
-        hidden: Of collectives that run beside computation, by link.
-        waited: Of collectives that computation waits for, by link.
-        idle: Seconds that the ranks of a pipeline wait for each other.
-    """
-
-    products: float
-    traffic: float
-    hidden: dict[str, float]
-    waited: dict[str, float]
-    idle: float
+"""Collectives of FSDP that run beside computation; and its all-reduces of gradients."""
 
 
 class Roofline:
     """Sums the least time of the operations that a `Tracker` observes, by micro batch.
 
     Args:
-        machine: That computes them.
+        machine: The one that computes them.
         fuses: Whether a compiler fuses elementwise operations.
         length: Tokens of a row, over which attention is counted.
     """
@@ -85,7 +65,8 @@ class Roofline:
         if func.is_view or func._opname in _FREE or not any(x.device.type == device for x in (*given, *made)):
             return
         flops = self._flops(func, given, made)
-        peak = self.machine.bf16_tflops if _is_low(given) else self.machine.fp32_tflops
+        is_low = any(each.dtype in (torch.bfloat16, torch.float16) for each in given)
+        peak = self.machine.bf16_tflops if is_low else self.machine.fp32_tflops
         computing = flops / (peak * 1e12)
         moving = self._bytes(func, given, made) / (self.machine.memory_gb_per_second * 1e9)
         number = self.tracker.micro_batch if self.tracker.phase != "update" else math.inf
@@ -131,10 +112,6 @@ class Roofline:
         return total
 
 
-def _is_low(given: list[Tensor]) -> bool:
-    return any(each.dtype in (torch.bfloat16, torch.float16) for each in given)
-
-
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -173,14 +150,14 @@ def collective_time(each: Collective, machine: Cluster) -> tuple[str, float]:
     return link, min(2 * once, tree)
 
 
-def step_time(roofline: Roofline, trace: Trace, machine: Cluster) -> StepTime:
-    """The least time of a step, of which one micro batch stands for several."""
+def step_time(roofline: Roofline, trace: Trace, machine: Cluster) -> dict[str, Any]:
+    """The least time of a step, of which one micro batch stands for several, as fields of `SimulatedStep`."""
 
-    def times(micro_batch: float) -> int:
+    def repeats(micro_batch: float) -> int:
         return trace.repeats if micro_batch == trace.alike else 1
 
-    products = sum(times(number) * seconds for number, seconds in roofline.products.items())
-    traffic = sum(times(number) * seconds for number, seconds in roofline.traffic.items())
+    products = sum(repeats(number) * seconds for number, seconds in roofline.products.items())
+    traffic = sum(repeats(number) * seconds for number, seconds in roofline.traffic.items())
     hidden: dict[str, float] = defaultdict(float)
     waited: dict[str, float] = defaultdict(float)
     on_device = [each for each in trace.collectives if not each.on_host]
@@ -194,7 +171,8 @@ def step_time(roofline: Roofline, trace: Trace, machine: Cluster) -> StepTime:
         of_replicas = each.kind == "all_reduce" and each.group in ("dp_replicate", "ep_replicate")
         is_hidden = of_replicas or (each.of_shards and each.kind in _HIDDEN and index not in alone)
         is_hidden = is_hidden or each.kind == "send"
-        (hidden if is_hidden else waited)[link] += times(each.micro_batch) * seconds
+        (hidden if is_hidden else waited)[link] += repeats(each.micro_batch) * seconds
         if not is_hidden and each.micro_batch == trace.alike:
             of_one += seconds
-    return StepTime(products, traffic, dict(hidden), dict(waited), trace.idle * of_one)
+    times = {"products": products, "traffic": traffic, "hidden": hidden, "waited": waited}
+    return times | {"idle": trace.idle * of_one}

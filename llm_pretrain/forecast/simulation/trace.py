@@ -5,36 +5,35 @@ Assumptions: the router spreads tokens evenly over the experts, and layers are n
 
 from __future__ import annotations
 
-import functools
-import os
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed import device_mesh
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_init
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.assembly import Batch, padded_offsets
-from llm_pretrain.distributed import expert_parallel, fsdp
+from llm_pretrain.distributed.fsdp import clear_mesh_caches
 from llm_pretrain.distributed.initial_values import materialize
+from llm_pretrain.forecast.simulation.patches import (
+    even_router,
+    outside_a_run,
+    telling_micro_batches,
+    telling_reductions,
+    tracked,
+    without_values,
+)
 from llm_pretrain.forecast.simulation.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Tracker
 from llm_pretrain.memory import DOCUMENT_LENGTH
 from llm_pretrain.optim.build import build_optimizer
@@ -43,11 +42,12 @@ from llm_pretrain.training.engine import own_part
 from llm_pretrain.training.model_setup import build_model
 from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.step import Step
+from train_pretrain import TorchrunEngine
 
-_CACHED = [
-    ("llm_pretrain.model.attention", "rotary_frequencies"),
-    ("llm_pretrain.model.kernels.attention", "_future"),
-]
+_CACHED = (
+    "llm_pretrain.model.attention.rotary_frequencies",
+    "llm_pretrain.model.kernels.attention._future",
+)
 """Functions that keep tensors."""
 
 
@@ -81,9 +81,9 @@ class Padding:
     """A parameter whose rows do not divide evenly over the ranks.
 
     Args:
-        name: In the model.
+        name: Its name in the model.
         rows: Along the dimension that is sharded.
-        ranks: That share them.
+        ranks: Those that share them.
         factor: Elements of the whole model with padding, relative to those without.
     """
 
@@ -106,18 +106,16 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
     if observe is not None:
         observe.tracker = tracker
     with ExitStack() as stack:
-        environment = {"WORLD_SIZE": str(dist.get_world_size())}
-        stack.enter_context(patch.dict(os.environ, environment))
-        stack.enter_context(_even_router(real=real))
-        for module, name in _CACHED:
-            uncached: Any = getattr(import_module(module), name).__wrapped__
-            # no fake tensor may remain in its cache
-            stack.enter_context(patch(f"{module}.{name}", functools.lru_cache(uncached)))
+        for function in map(resolve_name, _CACHED):
+            function.cache_clear()
+            stack.callback(function.cache_clear)  # no fake tensor may remain there
+        stack.enter_context(outside_a_run())
+        stack.enter_context(even_router(real=real))
         if not real:
-            stack.enter_context(_without_values())
-        engine = _engine(config, device)
+            stack.enter_context(without_values())
+        engine = (TorchrunEngine if real else _WithoutValues)(config, device)
         stack.enter_context(_OnCopies() if real else FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(tracker.running())
+        stack.enter_context(tracked(tracker))
         decide = _prepared(engine, config, real=real)
         model, optimizer = engine.model_and_optimizer()
         padding = _padding(model)
@@ -126,9 +124,9 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         states = [each for state in optimizer.state.values() for each in state.values()]
         tracker.name(OPTIMIZER, [each for each in states if isinstance(each, Tensor)])
         _tell_phases(engine, tracker)
-        stack.enter_context(_telling_reductions(tracker))
+        stack.enter_context(telling_reductions(tracker))
         if engine.pipeline is not None:
-            stack.enter_context(_telling_micro_batches(tracker, engine.accumulation_steps))
+            stack.enter_context(telling_micro_batches(tracker, engine.accumulation_steps))
         batches = [micro_batch(config, device, index) for index in range(engine.accumulation_steps)]
         batches = [replace(own_part(each, engine.place), digest=each.digest) for each in batches]  # real
         tracker.begin_step()
@@ -141,7 +139,7 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         peak, held = tracker.peak()
         highest = tracker.highest(config.model.num_hidden_layers)
         collectives = list(tracker.collectives)
-    fsdp.clear_mesh_caches()
+    clear_mesh_caches()
     repeats = max(1, len(batches) - len(traced) + 1)
     return Trace(peak, held, highest, collectives, alike, repeats, padding, idle)
 
@@ -159,10 +157,13 @@ def _steady(config: Config, micro_batches: int) -> int:
     )
 
 
-def _engine(config: Config, device: torch.device) -> Any:
-    """The engine of the torchrun script, in the process group that exists."""
-    with patch.object(dist, "init_process_group"):
-        return import_module("train_pretrain").TorchrunEngine(config, device)
+class _WithoutValues(TorchrunEngine):
+    """The torchrun script's engine, which sums integers outside of the fake tensors."""
+
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
+        with unset_fake_temporarily():
+            total = super().sum_integers(values)
+        return [max(1, each) for each in total]  # a rank without loss tokens of its own trains too
 
 
 def _prepared(engine: Any, config: Config, *, real: bool) -> Callable[[Step], bool]:
@@ -176,8 +177,7 @@ def _prepared(engine: Any, config: Config, *, real: bool) -> Callable[[Step], bo
             materialize(model, engine.device)
 
     optimizer = build_optimizer(model, config.optimizer, config.training.precision)
-    with patch("train_pretrain.shard", lambda batches, *_: batches):
-        engine.prepare(model, optimizer, [], initialize)
+    engine.prepare(model, optimizer, [], initialize)
     decision = Decision(config, engine, Progress(step=1))
     if real or decision.stays_on_device:
         return decision
@@ -240,18 +240,6 @@ def _tell_phases(engine: Any, tracker: Tracker) -> None:
     engine.forward, engine.objective, engine.clip_grad_norm = run_forward, run_objective, run_clip
 
 
-def _telling_reductions(tracker: Tracker) -> Any:
-    """A block in which the tracker is told when FSDP has reduced the gradients of a layer."""
-    post_backward = FSDPParamGroup.post_backward
-
-    def reduce(group: Any, *unused: Any) -> None:
-        post_backward(group, *unused)
-        if layer := re.search(r"\blayers\.(\d+)", group._module_fqn or ""):
-            tracker.reduced(int(layer[1]))
-
-    return patch.object(FSDPParamGroup, "post_backward", reduce)
-
-
 _NOT_COPIED = ("send", "recv_", "wait_tensor")
 """Operations of which no thread keeps tensors; a send is over only when it is received."""
 
@@ -289,57 +277,6 @@ class _OnCopies(TorchDispatchMode):
         return out
 
 
-class _Works(list[Any]):
-    """Outstanding sends and receives, which keep their tensors as those of Gloo and NCCL do."""
-
-    operations: Any
-
-
-@contextmanager
-def _telling_micro_batches(tracker: Tracker, count: int) -> Iterator[None]:
-    """A block in which the stages of a pipeline tell the tracker what they compute, and know the
-    shapes of what they receive without a first exchange.
-
-    They have buffers to receive all `count` micro batches of a step, though fewer are traced.
-    """
-    from torch.distributed.pipelining._utils import InferenceMode  # not in torch 2.11
-
-    forward, backward = PipelineStage.forward_one_chunk, PipelineStage.backward_one_chunk
-
-    def run_forward(stage: Any, number: int, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
-        tracker.enter("forward", number)
-        return forward(stage, number, args, kwargs, *rest, **more)
-
-    def run_backward(stage: Any, number: int, *rest: Any, **more: Any) -> Any:
-        tracker.enter("backward", number)
-        return backward(stage, number, *rest, **more)
-
-    def skip_exchange(schedule: Any, stages: Any, *_: Any) -> None:
-        for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
-
-    batch_p2p = schedules._batch_p2p
-
-    def keep_tensors(operations: Any, *rest: Any, **more: Any) -> Any:
-        works = _Works(batch_p2p(operations, *rest, **more))
-        works.operations = operations
-        return works
-
-    def of_all(name: str) -> Any:
-        original = getattr(PipelineStage, name)
-        return patch.object(PipelineStage, name, lambda stage, _, *rest: original(stage, count, *rest))
-
-    with (
-        patch.object(PipelineStage, "forward_one_chunk", run_forward),
-        patch.object(PipelineStage, "backward_one_chunk", run_backward),
-        patch.object(schedules._PipelineSchedule, "_warmup_p2p", skip_exchange),
-        patch.object(schedules, "_batch_p2p", keep_tensors),
-        of_all("_setup_forward_recv_info"),
-        of_all("_setup_backward_recv_info"),
-    ):
-        yield
-
-
 def micro_batch(config: Config, device: torch.device, index: int) -> Batch:
     """A packed micro batch; on a CPU its documents are whole rows."""
     rows, length = config.training.micro_batch_size, config.training.sequence_length
@@ -366,84 +303,6 @@ def micro_batch(config: Config, device: torch.device, index: int) -> Batch:
     )
 
 
-@contextmanager
-def _even_router(*, real: bool) -> Iterator[None]:
-    """A block in which assignment i is to expert i, modulo the number of experts."""
-    count = experts = 0
-
-    def top_experts(ranking: Tensor, top_k: int) -> Tensor:
-        nonlocal count, experts
-        experts = ranking.shape[-1]
-        count = ranking.numel() // experts * top_k
-        chosen = torch.arange(count, device=ranking.device) % experts
-        return chosen.view(*ranking.shape[:-1], top_k)
-
-    def rows_by_rank(sent: Tensor, received: Tensor, ranks: int) -> tuple[list[int], list[int]]:
-        own = experts // ranks
-        rows = [count // experts + (expert < count % experts) for expert in range(experts)]
-        to_rank = [sum(rows[rank * own : (rank + 1) * own]) for rank in range(ranks)]
-        return to_rank, [to_rank[0]] * ranks
-
-    with ExitStack() as stack:
-        stack.enter_context(patch("llm_pretrain.model.moe.top_experts", top_experts))
-        if not real:
-            stack.enter_context(patch.object(expert_parallel, "_rows_by_rank", rows_by_rank))
-        yield
-
-
-@contextmanager
-def _without_values() -> Iterator[None]:
-    """A block in which nothing reads a value from a tensor, nor makes a mesh of fake tensors."""
-    script: Any = import_module("train_pretrain")
-    summed = script.TorchrunEngine.sum_integers
-
-    def sum_integers(engine: Any, values: Any) -> list[int]:
-        with unset_fake_temporarily():  # a rank without loss tokens of its own trains too
-            return [max(1, value) for value in summed(engine, values)]
-
-    def row_offsets(document_ids: Tensor) -> Tensor:
-        with unset_fake_temporarily():
-            return torch.arange(0, document_ids.numel() + 1, document_ids.shape[1], dtype=torch.int32)
-
-    found = Tensor.nonzero
-
-    def nonzero(mask: Tensor) -> Tensor:
-        if not isinstance(mask, FakeTensor):
-            return found(mask)
-        return torch.arange(len(mask), device=mask.device)[:, None]  # every token counts
-
-    loss: Any = import_module("llm_pretrain.model.kernels.loss")
-    in_ratio = loss._in_ratio
-
-    def is_in_ratio(grad_loss: Tensor, *rest: Any) -> bool:
-        return grad_loss.device.type == "cpu" or in_ratio(grad_loss, *rest)
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(Tensor, "nonzero", nonzero))
-        stack.enter_context(patch.object(loss, "_in_ratio", is_in_ratio))
-        stack.enter_context(patch.object(script.TorchrunEngine, "sum_integers", sum_integers))
-        stack.enter_context(patch("llm_pretrain.model.kernels.attention._offsets", row_offsets))
-        stack.enter_context(patch.object(fsdp, "set_timeout"))
-        for name in ("_concatenate", "_unflatten", "_flatten", "__getitem__"):
-            stack.enter_context(_outside_fakes(DeviceMesh, name))
-        for module in (_fsdp_init, device_mesh):
-            stack.enter_context(_outside_fakes(module, "init_device_mesh"))
-        yield
-
-
-def _outside_fakes(owner: Any, name: str) -> Any:
-    """A block in which a function of a class or module makes real tensors."""
-    original = owner.__dict__[name]
-    is_static = isinstance(original, staticmethod)
-    function = original.__func__ if is_static else original
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*args, **kwargs)
-
-    return patch.object(owner, name, staticmethod(call) if is_static else call)
-
-
 def idle_time(schedule: Any) -> float:
     """Time that a rank of a pipeline waits for others in a step, in that of a micro batch on it.
 
@@ -465,7 +324,7 @@ def idle_time(schedule: Any) -> float:
     busy = sum(_UNITS[kind] for _, kind in actions[0])
     free = dict.fromkeys(actions, 0.0)
     ended: dict[tuple[bool, int], list[float]] = defaultdict(list)
-    """Of each micro batch on a stage, forward, or backward to its inputs."""
+    """Times of each micro batch on a stage, forward, or backward to its inputs."""
     is_stuck = False
     while any(actions.values()):
         assert not is_stuck, "the schedule waits for itself"

@@ -8,13 +8,11 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -52,7 +50,7 @@ class Collective(NamedTuple):
         kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`; or `send` or `receive`
             between neighbouring stages of a pipeline.
         group: `world`, or the mesh dimension's name.
-        ranks: Of the group.
+        ranks: Those of the group.
         size: Bytes of a rank's largest tensor: what it has after an all-gather, and before the others.
         on_host: Whether the tensor is on the host.
         phase: `forward`, `backward` or `update`.
@@ -73,6 +71,8 @@ class Collective(NamedTuple):
 
 class Tracker(TorchDispatchMode):
     """Inside it, every storage on the device is counted while it exists, and every collective is recorded.
+
+    Enter it by `patches.tracked`, by which it sees storages that are freed or resized in place, too.
 
     Args:
         device: Type of the device.
@@ -98,33 +98,13 @@ class Tracker(TorchDispatchMode):
         self._is_paused = False
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """A block that is tracked, including the storages that it frees or resizes in place."""
-        resize, tracker = torch.UntypedStorage.resize_, self
-
-        def resized(storage: Any, size: int) -> Any:
-            made = resize(storage, size)
-            tracker._note(storage, GATHERED)
-            tracker._kinds[tracker._serials[storage._cdata]] = GATHERED
-            tracker._log.append((tracker._serials[storage._cdata], size))
-            return made
-
-        infer = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def inferred(*arguments: Any) -> Any:
-            """DTensor infers shapes on fake tensors, which are no memory."""
-            self._is_paused = True
-            try:
-                return infer(*arguments)
-            finally:
-                self._is_paused = False
-
-        with (
-            patch.object(torch.UntypedStorage, "resize_", resized),
-            patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", inferred),
-            self,
-        ):
+    def paused(self) -> Iterator[None]:
+        """A block in which nothing is counted or recorded."""
+        self._is_paused = True
+        try:
             yield
+        finally:
+            self._is_paused = False
 
     def begin_step(self) -> None:
         """Peak, collectives and operations are those from here on."""
@@ -184,6 +164,13 @@ class Tracker(TorchDispatchMode):
         """Say that a phase of a micro batch begins."""
         self.phase, self.micro_batch = phase, micro_batch
         self._phases.append((len(self._log), phase))
+
+    def resized(self, storage: Any, size: int) -> None:
+        """Say that a storage has another size: FSDP resizes those that it gathers to."""
+        self._note(storage, GATHERED)
+        serial = self._serials[storage._cdata]
+        self._kinds[serial] = GATHERED
+        self._log.append((serial, size))
 
     def reduced(self, layer: int) -> None:
         """Say that FSDP has reduced gradients of a layer, of which there may be several groups."""

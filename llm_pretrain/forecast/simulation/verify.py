@@ -29,6 +29,7 @@ from llm_pretrain.forecast.simulation.worker import fake_ranks
 
 RANKS = 4
 EXPERTS = 8
+_CPU = torch.device("cpu")
 _MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp 2": (2, {}),
     "fsdp 3": (3, {}),
@@ -118,30 +119,24 @@ def plain(trace: Trace) -> dict[str, Any]:
     return {"peak": trace.peak, "collectives": rows}
 
 
-def _base(options: list[str]) -> Config:
-    return load_config(options, needs_data=False, has_bf16=True)
-
-
-def run_rank(options: list[str], rank: int, folder: Path) -> None:
+def run_rank(config: Config, rank: int, folder: Path) -> None:
     """Compute every mesh's step with three others; the ranks that are compared write what they did."""
-    config, device = _base(options), torch.device("cpu")
     for number, (world_size, sizes) in enumerate(meshes(config).values()):
         if rank >= world_size:
             continue
         file = f"file://{folder / str(number)}"
         dist.init_process_group("gloo", init_method=file, rank=rank, world_size=world_size)
-        trace = traced_step(small(config, world_size, sizes), device, real=True)
+        trace = traced_step(small(config, world_size, sizes), _CPU, real=True)
         dist.barrier()
         dist.destroy_process_group()
         if rank in traced_ranks(world_size, sizes):
             (folder / f"{number}-{rank}.json").write_text(json.dumps(plain(trace)))
 
 
-def compare(options: list[str]) -> None:
+def compare(config: Config, options: str) -> None:
     """Start the ranks, simulate the same, and print both."""
-    config, device = _base(options), torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "llm_pretrain.forecast.simulation.verify", json.dumps(options)]
+        command = [sys.executable, "-m", "llm_pretrain.forecast.simulation.verify", options]
         ranks = [
             subprocess.Popen([*command, str(rank), folder], stderr=subprocess.PIPE, text=True)
             for rank in range(RANKS)
@@ -151,7 +146,7 @@ def compare(options: list[str]) -> None:
         for number, (name, (world_size, sizes)) in enumerate(meshes(config).items()):
             for rank in (compared := traced_ranks(world_size, sizes)):
                 with fake_ranks(world_size, "fake", rank):
-                    trace = traced_step(small(config, world_size, sizes), device)
+                    trace = traced_step(small(config, world_size, sizes), _CPU)
                 label = f"{name}, rank {rank}" if len(compared) > 1 else name
                 expected[f"{number}-{rank}.json"] = label, plain(trace)
         failures = [(each.communicate()[1], each.returncode) for each in ranks]
@@ -169,12 +164,12 @@ def compare(options: list[str]) -> None:
 def main() -> None:
     """Compare, or be one of the ranks."""
     torch.set_num_threads(1)
-    options = json.loads(sys.argv[1])
+    config = load_config(json.loads(sys.argv[1]), needs_data=False, has_bf16=True)
     if len(sys.argv) == 2:
-        compare(options)
+        compare(config, sys.argv[1])
     else:
         os.environ["OMP_NUM_THREADS"] = "1"
-        run_rank(options, int(sys.argv[2]), Path(sys.argv[3]))
+        run_rank(config, int(sys.argv[2]), Path(sys.argv[3]))
 
 
 if __name__ == "__main__":

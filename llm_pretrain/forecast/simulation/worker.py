@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from llm_pretrain.config.loading import compiles, load_config
-from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import PretrainError
-from llm_pretrain.forecast.simulation.device import gpu_kernels, register
+from llm_pretrain.forecast.simulation.device import register
+from llm_pretrain.forecast.simulation.patches import gpu_kernels
 from llm_pretrain.forecast.simulation.timing import Roofline, step_time
 from llm_pretrain.forecast.simulation.trace import Trace, traced_step
 from llm_pretrain.hardware import Cluster
@@ -31,18 +31,18 @@ class SimulationJob:
     """What to simulate.
 
     Args:
-        options: Of the scripts.
+        options: The scripts'.
         world_size: Ranks.
-        machine: Fields of `Cluster`; None for the CPU.
-        layers: Of the model; None for the configuration's.
-        rank: That is simulated.
+        machine: Fields of `Cluster`.
+        layers: The model's number; None for the configuration's.
+        rank: The simulated one.
     """
 
     options: list[str]
     world_size: int
-    machine: dict[str, Any] | None = None
-    layers: int | None = None
-    rank: int = 0
+    machine: dict[str, Any]
+    layers: int | None
+    rank: int
 
 
 @contextmanager
@@ -57,32 +57,20 @@ def fake_ranks(world_size: int, backend: str, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def job_config(job: SimulationJob) -> Config:
-    """The configuration of a job, with layers that are not compiled."""
-    config = load_config(job.options, needs_data=False, has_bf16=True, world_size=job.world_size)
-    training = replace(config.training, compile="off")
-    model = replace(config.model, num_hidden_layers=job.layers or config.model.num_hidden_layers)
-    return replace(config, training=training, model=model)
-
-
 def simulate(job: SimulationJob) -> dict[str, Any]:
-    """Trace a job's step; its result as plain data."""
-    device = register() if job.machine else torch.device("cpu")
-    config, roofline, machine = job_config(job), None, None
-    if job.machine:
-        machine = Cluster(**job.machine)
-        as_given = load_config(job.options, needs_data=False, has_bf16=True, world_size=job.world_size)
-        fuses = compiles(as_given, job.world_size, on_gpu=True)
-        roofline = Roofline(machine, fuses=fuses, length=config.training.sequence_length)
-    capability = divmod(machine.capability, 10) if machine else None
-    backend = "cpu:fake,simulated:fake_simulated" if machine else "fake"
-    kernels = gpu_kernels(capability) if capability else nullcontext()
-    with fake_ranks(job.world_size, backend, job.rank), kernels:
+    """Trace a job's step, with layers that are not compiled; its result as plain data."""
+    device, machine = register(), Cluster(**job.machine)
+    given = load_config(job.options, needs_data=False, has_bf16=True, world_size=job.world_size)
+    training = replace(given.training, compile="off")
+    model = replace(given.model, num_hidden_layers=job.layers or given.model.num_hidden_layers)
+    config = replace(given, training=training, model=model)
+    fuses = compiles(given, job.world_size, on_gpu=True)
+    roofline = Roofline(machine, fuses=fuses, length=training.sequence_length)
+    ranks = fake_ranks(job.world_size, "cpu:fake,simulated:fake_simulated", job.rank)
+    with ranks, gpu_kernels(divmod(machine.capability, 10)):
         trace = traced_step(config, device, observe=roofline)
-    found = asdict(trace) | {"collectives": grouped(trace, machine.gpus_per_node if machine else 1)}
-    if machine and roofline:
-        found["time"] = asdict(step_time(roofline, trace, machine))
-    return found
+    found = asdict(trace) | {"collectives": grouped(trace, machine.gpus_per_node)}
+    return found | {"time": step_time(roofline, trace, machine)}
 
 
 def grouped(trace: Trace, gpus_per_node: int = 1) -> list[dict[str, Any]]:

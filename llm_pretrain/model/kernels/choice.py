@@ -16,7 +16,6 @@ from torch import Tensor
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config
-from llm_pretrain.model.kernels import layers
 from llm_pretrain.model.kernels.experts import (
     experts_reference,
     grouped_experts,
@@ -95,7 +94,7 @@ def supports_varlen(head_dim: int, dropout: float) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _capability(device: torch.device) -> tuple[int, int]:
-    return layers.compute_capability(device)
+    return torch.cuda.get_device_capability(device)
 
 
 def experts_requirement(

@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llm_pretrain.model.kernels import layers
 from llm_pretrain.model.kernels.activations import SILU, Activation
 from llm_pretrain.model.kernels.layers import (
-    HAS_TRITON,
     builds_code_per_shape,
     is_gpu,
     product,
+    runs_triton,
     uncompiled,
     uses_onednn,
 )
@@ -291,7 +290,7 @@ def triton_requirement(device: torch.device) -> str | None:
     """The unmet requirement of `triton_experts` in words, or None."""
     if not is_gpu(device):
         return f"a CUDA device instead of {device.type}"
-    if HAS_TRITON and layers.compute_capability(device) >= _TRITON_CAPABILITY:
+    if runs_triton(device) and torch.cuda.get_device_capability(device) >= _TRITON_CAPABILITY:
         return None
     return "the package triton and compute capability {}.{}".format(*_TRITON_CAPABILITY)
 
@@ -312,7 +311,7 @@ def triton_reason(device: torch.device, dtype: torch.dtype, shape: Sequence[int]
         return f"model.hidden_size and model.moe_intermediate_size in {sizes}"
     if experts >= _GROUPS_BELOW:
         return f"fewer than {_GROUPS_BELOW} experts instead of {experts}"
-    if (found := layers.compute_capability(device)) < _GROUPED_CAPABILITY:
+    if (found := torch.cuda.get_device_capability(device)) < _GROUPED_CAPABILITY:
         return "compute capability {}.{} instead of {}.{}".format(*_GROUPED_CAPABILITY, *found)
     return None
 

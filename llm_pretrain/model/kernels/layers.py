@@ -53,9 +53,9 @@ def is_gpu(device: torch.device) -> bool:
     return device.type in GPU_TYPES
 
 
-def compute_capability(device: torch.device) -> tuple[int, int]:
-    """CUDA's compute capability of a GPU, such as (9, 0)."""
-    return torch.cuda.get_device_capability(device)
+def runs_triton(device: torch.device) -> bool:
+    """Whether a device takes the kernels that are written in Triton."""
+    return is_gpu(device) and HAS_TRITON
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llm_pretrain.model.kernels import layers
 from llm_pretrain.model.kernels.layers import (
-    HAS_TRITON,
     at_least_fp32,
     is_gpu,
     linear,
     onednn_product,
     product,
     product_dtype,
+    runs_triton,
     uses_onednn,
 )
 
@@ -337,7 +336,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     is_narrower = left.dtype != total.dtype
     if not is_narrower and not uses_onednn(total):
         total.addmm_(left, right)
-    elif is_gpu(total.device) and layers.compute_capability(total.device) >= (8, 0):
+    elif is_gpu(total.device) and torch.cuda.get_device_capability(total.device) >= (8, 0):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         # In parts: the product, and its copy in the type of the total, would otherwise take as much memory as
@@ -359,7 +358,7 @@ def _softmax_gradient(
         mask: bool [C].
         scales: The objective's.
     """
-    if is_gpu(logits.device) and HAS_TRITON and logits.dtype != torch.float64:
+    if runs_triton(logits.device) and logits.dtype != torch.float64:
         return _softmax_gradient_on_gpu(logits, labels, mask, scales)
     rows = _cached_rows(logits, CPU_SOFTMAX_ELEMENTS)
     losses, squares = [], []
@@ -415,7 +414,7 @@ def softmax_gradient_of_part(
     """
     is_own = (labels >= first) & (labels < first + logits.shape[1])
     labels = torch.where(is_own, labels - first, 0)
-    if is_gpu(logits.device) and HAS_TRITON and logits.dtype != torch.float64:
+    if runs_triton(logits.device) and logits.dtype != torch.float64:
         from llm_pretrain.model.kernels.cross_entropy import log_partition, write_softmax_gradient
 
         write: Callable[..., None] = write_softmax_gradient
