@@ -57,8 +57,8 @@ class MemoryEstimate:
             gathered at once.
         activations: What the layers keep for their backward passes; with checkpointing the inputs of all
             layers and what the last one keeps. In a pipeline those of all micro batches in flight.
-        head: Of the loss: logits, whole or of a chunk, their gradient, and that of the head's matrix.
-        temporaries: Of the backward pass of a layer: gradients of its activations and weights.
+        head: Tensors of the loss: logits, whole or of a chunk, their gradient, and that of the head's matrix.
+        temporaries: Tensors of the backward pass of a layer: gradients of its activations and weights.
         heap_holes: Fragmentation on a CPU; see `CPU_HEAP_HOLES`.
         peak: Most bytes alive at once; less than the sum, since not all parts are alive together.
         staging: Copies on the host while a checkpoint is written in the background.
@@ -82,8 +82,8 @@ class TrainingTime:
 
     Args:
         tokens: The budget.
-        flops_per_token: Of forward and backward pass.
-        tokens_per_second: Of all ranks together.
+        flops_per_token: FLOPs of forward and backward pass.
+        tokens_per_second: Speed of all ranks together.
         hours: Wall time.
         device_hours: Wall time × ranks.
     """

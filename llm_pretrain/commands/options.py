@@ -18,7 +18,7 @@ def add_parameters(
     The annotation gives its type, choices or number of values, the description its help.
 
     Args:
-        parser: Of the command.
+        parser: The command's parser.
         called: The function or dataclass.
         without: Parameters that are no options.
     """

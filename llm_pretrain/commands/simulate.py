@@ -234,8 +234,8 @@ def search_meshes(
     Args:
         worker: Simulates.
         options: Command line of the script that `config` is of.
-        config: Of the run, its mesh not read.
-        machine: Of the ranks.
+        config: The run's, its mesh not read.
+        machine: Machine of the ranks.
         world_size: Ranks.
     """
     from llm_pretrain.forecast.simulated_steps import SEARCHED_SHARE, candidates, pipelines

@@ -388,7 +388,7 @@ def _exit_with_parent() -> None:
 _BATCHES_PER_WORKER = 3
 """In shared memory at a time: two that wait, and the one that is received."""
 _BYTES_PER_TOKEN = 40
-"""Of the tensors of a `Batch`."""
+"""Size of a token in the tensors of a `Batch`."""
 
 
 def shared_memory_problem(config: Config, ranks: int) -> str | None:

@@ -509,7 +509,7 @@ class ZlibRate:
         self._packed += len(self._compressor.compress(text))
 
     def bits_per_byte(self) -> float | None:
-        """Of all text, which ends here; None without any."""
+        """Rate of all text, which ends here; None without any."""
         if not self._size:
             return None
         return 8 * (self._packed + len(self._compressor.flush())) / self._size

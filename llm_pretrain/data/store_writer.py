@@ -30,7 +30,7 @@ class HashedFile:
 
     Args:
         keep: Resume after this many bytes; None starts an empty file.
-        sha256: Of the kept bytes.
+        sha256: Hash of the kept bytes.
 
     Raises:
         StaleStateError: the kept bytes are missing or have another hash.

@@ -87,7 +87,7 @@ def write_gguf(
     Args:
         weights: A weights folder, ours or transformers', with its tokenizer.
         output: The file; replaced if it exists.
-        dtype: Of the matrices: `bf16`, `fp16` or `fp32`. Norms, router and its bias are always fp32, as
+        dtype: Type of the matrices: `bf16`, `fp16` or `fp32`. Norms, router and its bias are always fp32, as
             llama.cpp's own converter writes them.
         check: Called before `output` is replaced; raises if it must not be.
 

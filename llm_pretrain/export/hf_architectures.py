@@ -197,7 +197,7 @@ CARRIED = frozenset(
 """Fields of the model that the architectures here express, or that change training alone."""
 
 GGUF_CARRIED = CARRIED - {"hidden_act"}
-"""Those of them that GGUF expresses: llama.cpp computes SiLU in every architecture that is written."""
+"""Fields that GGUF expresses too: llama.cpp computes SiLU in every architecture that is written."""
 
 
 def check_carried(model: ModelConfig, target: str, carried: frozenset[str] = CARRIED) -> None:

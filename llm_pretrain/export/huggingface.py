@@ -134,7 +134,7 @@ class TensorFiles:
         """The tensors of a part under the decoder's names.
 
         Args:
-            part: As `part_of`.
+            part: One of those of `part_of`.
             model: The decoder's shape.
             described: Name and shape of all of the decoder's tensors.
 
@@ -166,7 +166,7 @@ def disk_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     Args:
         name: On disk.
         tensor: Ours.
-        dtype: Of floating tensors.
+        dtype: Type of floating tensors.
     """
     is_bias = name.endswith(("e_score_correction_bias", "expert_bias"))
     return dtype if tensor.is_floating_point() and not is_bias else tensor.dtype
@@ -206,7 +206,7 @@ def to_huggingface(state: Mapping[str, Tensor], model: ModelConfig, dtype: torch
     Args:
         state: `Decoder.state_dict()`.
         model: The decoder's shape.
-        dtype: Of the floating tensors.
+        dtype: Type of the floating tensors.
 
     Raises:
         CheckpointError: a value does not fit in `dtype`.
@@ -343,7 +343,7 @@ class DiskTensor:
         name, shape: On disk.
         source: The name of our tensor.
         begin: Its first element.
-        factor: Of the values; 0 for zeros, of which `source` gives only the type.
+        factor: Factor on the values; 0 for zeros, of which `source` gives only the type.
         head_dim: Rows of a head that are interleaved, as `interleave_heads` does; 0 for none.
     """
 
@@ -397,7 +397,7 @@ def disk_layout(shapes: Mapping[str, Sequence[int]], model: ModelConfig) -> Iter
     A model without an architecture in transformers keeps the common names and values.
 
     Args:
-        shapes: Of our tensors, by name.
+        shapes: Shapes of our tensors, by name.
         model: The decoder's shape.
     """
     model_type = model_type_of(model)

@@ -74,7 +74,7 @@ class Speed(NamedTuple):
     """Measured speed of a ladder's runs on this machine.
 
     Args:
-        flops_per_second: Those of one run, with others beside it.
+        flops_per_second: Speed of one run, with others beside it.
         start_up: Seconds from a launch to the first step.
         slots: Runs side by side.
         evaluated_tokens: Tokens of one evaluation.
@@ -117,7 +117,7 @@ def choose_rungs(sizes: Sizes, budget_flops: float, unique_tokens: int) -> tuple
     budget makes runs longer and adds sizes: each one that is more than the fewest asks for twice the tokens.
 
     Args:
-        sizes: Those of the family, `model.vocab_size` resolved.
+        sizes: Sizes of the family, `model.vocab_size` resolved.
         budget_flops: FLOPs of all trainings.
         unique_tokens: Tokens of the training split.
 

@@ -286,7 +286,7 @@ def measure_steps(
     """(median seconds of a step, seconds to the first step) of runs side by side.
 
     Args:
-        configs: Those of runs with a row for each step and no end, as `measured_config` makes them.
+        configs: Configurations of runs with a row for each step and no end, as `measured_config` makes them.
         folder: Emptied first; deleted at the end, but kept with its logs where a run failed.
         context: Where to launch.
         world_size: Processes of each.

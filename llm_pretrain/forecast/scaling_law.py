@@ -48,8 +48,8 @@ class ScalingLaw:
 
     Args:
         E: Loss that no size and no text removes, nats per token.
-        A, alpha: Of the term of parameters.
-        B, beta: Of the term of tokens.
+        A, alpha: Numbers of the term A / parameters^alpha.
+        B, beta: Numbers of the term B / tokens^beta.
     """
 
     E: float

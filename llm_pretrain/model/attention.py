@@ -150,7 +150,7 @@ class Attention(nn.Module):
         Args:
             x_BSH: The normalised hidden states.
             cos: [B, S, 1, D/2], from `rotary_tables`.
-            sin: As `cos`.
+            sin: Sines, shaped as `cos`.
             layout: Where documents lie, from `document_layout`; unused with a cache.
             cache: Keys and values of earlier positions, for generation.
         """

@@ -48,7 +48,7 @@ def generate(
         top_k: Draw from this number of most likely tokens; 0 from all.
         top_p: Draw from the most likely tokens that together have this probability, after temperature and
             top_k (nucleus sampling, arXiv:1904.09751); 1 from all.
-        seed: Of the sampling, one for all prompts or one for each.
+        seed: Seed of the sampling, one for all prompts or one for each.
         stop_ids: Ids that end a text.
 
     Raises:

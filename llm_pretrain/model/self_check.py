@@ -97,7 +97,7 @@ class KernelCheck:
         reference: What it was compared with, in words.
         forward_error: The largest relative error of its results: `|found - expected| / |expected|` in the
             Euclidean norm of a tensor; not finite where a result is not. None if the kernel raised.
-        backward_error: The same for its gradients (for the optimizer, its moments).
+        backward_error: The largest of its gradients (for the optimizer, of its moments), likewise.
         bound: The largest value of both errors that passes; see `error_bound`.
         error: The exception that it raised, in one line; None if it ran.
         seconds: Duration of the check, compilation included.

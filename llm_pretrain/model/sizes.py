@@ -46,9 +46,9 @@ class LayerMatrices(NamedTuple):
     """Scalars of a layer's matrices in matrix products, without the router."""
 
     dense: int
-    """Those that every token passes through."""
+    """Scalars that every token passes through."""
     experts: int
-    """Those of all routed experts."""
+    """Scalars of all routed experts."""
 
 
 def layer_matrices(config: ModelConfig, layer: int) -> LayerMatrices:

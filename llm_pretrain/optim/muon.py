@@ -80,7 +80,7 @@ class Muon(Optimizer):
         lr: Learning rate of groups without one.
         momentum: Muon's momentum.
         betas, eps: AdamW's.
-        weight_decay: Of both algorithms.
+        weight_decay: Weight decay of both algorithms.
         in_bf16: Whether Muon may multiply in bf16 if that is faster. A run in fp32 must not: with another
             number of processes, the last bit of a sum would change how a number rounds to bf16.
     """

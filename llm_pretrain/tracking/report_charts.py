@@ -35,7 +35,7 @@ class RunSeries:
     Args:
         name: Shown in legends.
         train: Columns of the training rows: `step`, `tokens`, `hours`, then metrics by key.
-        evaluation: The same of the rows with an evaluation.
+        evaluation: Columns of the rows with an evaluation, likewise.
         restarts: `{step, tokens, hours, label}` of each attempt after the first.
         skipped: `{step, tokens, hours, label, value}` of each skipped step; `value` is the loss before it.
         rows_per_point: Largest number of rows that one point of `train` covers.
@@ -252,9 +252,9 @@ class Chart:
     """One chart.
 
     Args:
-        id: Of its element in the page.
+        id: Id of its element in the page.
         title: What it shows.
-        unit: Of the vertical axis.
+        unit: Unit of the vertical axis.
         columns: Label of each curve by the metric's key; `*` stands for any text, which then is the label;
             without one the legend does not name it.
         scale: Factor on the values.

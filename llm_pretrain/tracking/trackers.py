@@ -184,7 +184,7 @@ FINISH_SECONDS = 8.0
 CLOSE_SECONDS = 25.0
 """Upper bound on the time that the end of a run waits for wandb."""
 STOP_SECONDS = 10.0
-"""The same when a signal ends the run: launchers kill after 30 seconds, and the save comes first."""
+"""Upper bound when a signal ends the run: launchers kill after 30 seconds, and the save comes first."""
 
 _logger = logging.getLogger("llm_pretrain.tracking")
 

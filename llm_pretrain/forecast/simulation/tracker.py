@@ -50,7 +50,7 @@ class Collective(NamedTuple):
         kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`; or `send` or `receive`
             between neighbouring stages of a pipeline.
         group: `world`, or the mesh dimension's name.
-        ranks: Those of the group.
+        ranks: Ranks of the group.
         size: Bytes of a rank's largest tensor: what it has after an all-gather, and before the others.
         on_host: Whether the tensor is on the host.
         phase: `forward`, `backward` or `update`.

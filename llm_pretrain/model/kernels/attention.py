@@ -37,7 +37,7 @@ class DocumentLayout(NamedTuple):
     mask: Tensor | None = None
     """bool [B, 1, S, S]: which keys each query attends to."""
     block_mask: Any = None
-    """The same as FlexAttention's BlockMask."""
+    """FlexAttention's BlockMask of these keys."""
 
 
 def document_layout(
@@ -153,7 +153,7 @@ def part_attention(
         query: [B, s, N, D], of the chunks' positions.
         key: [B, S, M, D].
         value: [B, S, M, D].
-        layout: Of the whole sequences.
+        layout: Layout of the whole sequences.
         chunks: Ranges of positions of every sequence, ascending, of s positions together.
 
     Returns:
@@ -280,7 +280,7 @@ class _Block(NamedTuple):
     """Queries of a block of positions, and the keys that the block attends to."""
 
     rows: slice
-    """Of the queries."""
+    """Places of the queries."""
     keys: slice
     """Counted from the document's start; the last ones are the block's own positions."""
     first: int

@@ -53,8 +53,8 @@ def experts_reference(
         down: [E, H, I].
         weights: [T, K].
         chosen: int64 [T, K], distinct in each row.
-        dtype: Of the products; default: x's.
-        activation: Of the gate.
+        dtype: Type of the products; default: x's.
+        activation: Activation of the gate.
 
     Returns:
         [T, H] in x's type: `Σ_k weights[t, k] · GLU_{chosen[t, k]}(x[t])`, with gated linear units GLU.
@@ -276,7 +276,7 @@ def grouped_requirement(device: torch.device, dtype: torch.dtype, shape: Sequenc
 
     Args:
         device: Where the experts are.
-        dtype: Of their products.
+        dtype: Type of their products.
         shape: E, H and I.
     """
     if not is_gpu(device):

@@ -38,7 +38,7 @@ GPU_CHUNK = 1 << 27
 CPU_SOFTMAX_ELEMENTS = 1 << 17
 """Logits of a chunk whose softmax a CPU computes at a time, so that they stay in its second-level cache."""
 CPU_CROSS_ENTROPY_ELEMENTS = 1 << 18
-"""The same for whole logits."""
+"""Logits of which a CPU computes the loss at a time where they are not chunked."""
 CPU_WEIGHT_PARTS = 4
 """Parts in which a CPU computes the weight's gradient."""
 _RATIO_TOLERANCE = 1e-5
