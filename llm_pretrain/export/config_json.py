@@ -154,7 +154,7 @@ def model_config_from_huggingface(config_json: dict[str, Any]) -> ModelConfig:
     """The ModelConfig that computes what `config_json` describes.
 
     Args:
-        config_json: Content of the file, as `huggingface_config`, `native_config` or transformers (4 or 5) write it.
+        config_json: Content of the file, from `huggingface_config`, `native_config` or transformers (4 or 5).
 
     Raises:
         ConfigError: an architecture or a feature that our decoder lacks, a missing key, or an invalid value.
