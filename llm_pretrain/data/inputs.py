@@ -122,9 +122,7 @@ STDLIB_CHAT = "stdlib-chat"
 """Input name of conversations made from the docstrings of the Python standard library."""
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
-LINE_SUFFIXES = (".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 TRAIN_SPLIT = "train"
 """The split that is read of a saved `DatasetDict` or a hub data set unless another is asked for."""

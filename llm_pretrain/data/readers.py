@@ -14,6 +14,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,7 +29,7 @@ from llm_pretrain.data.documents import (
     RawRecord,
     bad_record,
 )
-from llm_pretrain.data.inputs import DELIMITERS, LINE_SUFFIXES, TABLE_SUFFIXES, Source, find_sources
+from llm_pretrain.data.inputs import TABLE_SUFFIXES, Source, find_sources
 from llm_pretrain.data.tables import choose_columns, hub_records, table_records
 from llm_pretrain.errors import DataError
 from llm_pretrain.files import open_plain
@@ -357,14 +358,9 @@ def _records_of_file(index: int, source: Source, text_column: str) -> Iterator[R
 
 
 def _records_of_stream(index: int, source: Source, file: BinaryIO, text_column: str) -> Iterator[RawRecord]:
-    suffix, name = source.format(), source.name
-    if suffix in LINE_SUFFIXES:
-        return json_lines(index, name, lines_of(file))
-    if suffix == ".json":
-        return json_file(index, name, file)
-    if suffix in DELIMITERS:
-        return _delimited(index, name, file, DELIMITERS[suffix], text_column)
-    return iter([RawRecord(name, 0, file.read(RECORD_BYTES + 1), "text", index)])
+    if reader := FORMATS.get(source.format()):
+        return reader(index, source.name, file, text_column)
+    return iter([RawRecord(source.name, 0, file.read(RECORD_BYTES + 1), "text", index)])
 
 
 class _RowTooLargeError(csv.Error):
@@ -397,7 +393,7 @@ class _RowLines:
 
 
 def _delimited(
-    index: int, name: str, file: BinaryIO, delimiter: str, text_column: str
+    index: int, name: str, file: BinaryIO, text_column: str, *, delimiter: str
 ) -> Iterator[RawRecord]:
     """Rows of a .csv or .tsv file with a header line; `line` is that of the row's end."""
     csv.field_size_limit(sys.maxsize)
@@ -434,3 +430,14 @@ def _record_of_row(index: int, name: str, line: int, fields: dict[str, str], tex
         return RawRecord(name, line, fields[text_column].encode("utf-8", "surrogateescape"), "text", index)
     data = json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogateescape")
     return RawRecord(name, line, data, "json", index)
+
+
+FORMATS: dict[str, Callable[[int, str, BinaryIO, str], Iterator[RawRecord]]] = {
+    ".jsonl": lambda index, name, file, _: json_lines(index, name, lines_of(file)),
+    ".ndjson": lambda index, name, file, _: json_lines(index, name, lines_of(file)),
+    ".json": lambda index, name, file, _: json_file(index, name, file),
+    ".csv": partial(_delimited, delimiter=","),
+    ".tsv": partial(_delimited, delimiter="\t"),
+}
+"""Suffix of a file -> its reader, from the input's index, name, open file and column of the text. A file with
+any other suffix is one text."""

@@ -10,9 +10,10 @@ import io
 import json
 import lzma
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow
 import pyarrow.feather
@@ -22,7 +23,7 @@ import zstandard
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
 from llm_pretrain.data import readers, tables
-from llm_pretrain.data.documents import Document, RecordError, parse_record
+from llm_pretrain.data.documents import Document, RawRecord, RecordError, parse_record
 from llm_pretrain.data.inputs import COMPRESSIONS, find_sources
 from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.readers import read_records, read_sources
@@ -116,6 +117,21 @@ def test_compressed_files_are_read_as_what_is_in_them(tmp_path: Path, name: str,
         assert texts_of(tmp_path / (name + suffix)) == TEXTS
     (tmp_path / f"a.md{suffix}").write_bytes(COMPRESS[suffix](b"# one\ndocument\n"))
     assert texts_of(tmp_path / f"a.md{suffix}") == ["# one\ndocument\n"]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_format_takes_a_reader_and_its_suffix(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch):
+    def paragraphs(index: int, name: str, file: BinaryIO, text_column: str) -> Iterator[RawRecord]:
+        for number, text in enumerate(file.read().split(b"\n\n"), start=1):
+            yield RawRecord(name, number, text, "text", index)
+
+    monkeypatch.setitem(readers.FORMATS, ".rst", paragraphs)
+    path = tmp_path / f"pages.rst{suffix}"
+    path.write_bytes(COMPRESS[suffix]("\n\n".join(TEXTS[:9]).encode()))
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    store = prepare_store(Preparation([str(path)], tokenizer, tmp_path / "store"))
+    assert sum(split["documents"] for split in store.facts["splits"].values()) == 9
+    assert texts_of(path) == TEXTS[:9]
 
 
 @pytest.mark.parametrize("suffix", [suffix for suffix in COMPRESS if suffix])
