@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from support.fuzzing import fuzzed
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.data import tokenizer_training as types
-from llm_pretrain.data.tokenizer_training import SPLIT_PATTERN, TOKENIZER_TYPES, train_tokenizer
+from llm_pretrain.data.tokenizer_training import SPLIT_PATTERN, TokenizerType, train_tokenizer
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import ConfigError, PretrainError
 
@@ -86,7 +87,7 @@ class Trained:
         return self.tokenizer.folder
 
 
-@pytest.fixture(scope="module", params=TOKENIZER_TYPES)
+@pytest.fixture(scope="module", params=get_args(TokenizerType))
 def trained(request: pytest.FixtureRequest, training_files: list[str], tmp_path_factory) -> Trained:
     from transformers import AutoTokenizer
 
@@ -220,7 +221,7 @@ def test_the_template_stands_in_both_files(trained: Trained):
     assert trained.tokenizer.chat_template == config.get("chat_template")
 
 
-@pytest.mark.parametrize("type", TOKENIZER_TYPES)
+@pytest.mark.parametrize("type", get_args(TokenizerType))
 def test_another_process_writes_the_same_bytes(trained: Trained, type: str, training_files, tmp_path: Path):
     """Python's and Rust's hash tables are seeded anew in every process."""
     if trained.type != type:
@@ -237,7 +238,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-@pytest.mark.parametrize("type", TOKENIZER_TYPES)
+@pytest.mark.parametrize("type", get_args(TokenizerType))
 @pytest.mark.parametrize("size", [7, 100_000])
 def test_a_size_that_does_not_fit_says_which_would(type: str, size: int, tmp_path: Path):
     (tmp_path / "a.txt").write_text("only a few words of text, and only a few words more\n" * 5)
@@ -301,7 +302,7 @@ def test_conversations_are_text_too_and_token_ids_are_none(tmp_path: Path):
     assert report.skipped == {"record without text": 1}
 
 
-@pytest.mark.parametrize("type", TOKENIZER_TYPES)
+@pytest.mark.parametrize("type", get_args(TokenizerType))
 def test_only_sentencepiece_alters_texts_and_counts_them(type: str, tmp_path: Path, capsys):
     (tmp_path / "a.txt").write_text("a block ▁ of text\n" * 20)
     (tmp_path / "b.txt").write_text("another block of text\n" * 20)
