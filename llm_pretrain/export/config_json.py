@@ -79,6 +79,7 @@ def huggingface_config(
         "model_type": model_type,
         "vocab_size": model.vocab_size,
         "head_dim": model.attention_head_dim,
+        "hidden_act": model.hidden_act,  # here, so that equal trainings of all versions write equal bytes
         "attention_bias": False,
         "use_cache": True,
         **_rope_keys(model),
