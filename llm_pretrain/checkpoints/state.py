@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llm_pretrain.checkpoints.manifest import OptimizerEntry, ScalarEntry, ScalerEntry, TensorEntry
 from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.optim.sharded import as_sharded, replicate_dims
@@ -49,8 +50,8 @@ class TrainingState:
     places: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
 
     @property
-    def scalars(self) -> dict[str, dict[str, Any]]:
-        """Flat name → `{"dtype", "value"}` of every scalar."""
+    def scalars(self) -> dict[str, ScalarEntry]:
+        """Every scalar by its flat name."""
         return {name: _encode(container[key]) for name, (container, key) in self.places.items()}
 
     def set_scalar(self, name: str, value: Any) -> None:
@@ -61,8 +62,8 @@ class TrainingState:
         else:
             container[key] = value
 
-    def describe_tensors(self) -> dict[str, dict[str, Any]]:
-        """Flat name → `{"dtype", "shape"}`; of a sharded tensor the global shape."""
+    def describe_tensors(self) -> dict[str, TensorEntry]:
+        """Type and shape by flat name; of a sharded tensor the global shape."""
         return {
             name: {"dtype": _dtype_name(tensor), "shape": list(tensor.shape)}
             for name, tensor in self.tensors.items()
@@ -141,7 +142,7 @@ def apply_state(model: nn.Module, optimizer: Optimizer, state: TrainingState) ->
             group.update(settings)
 
 
-def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerEntry:
     """The optimizer's class, its groups with all scalars, and the parameters without state."""
     names = _names_in(model, optimizer)
     groups = []
@@ -152,7 +153,7 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     return {"class": type(optimizer).__name__, "groups": groups, "without_state": stateless}
 
 
-def restore_groups(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> list[str]:
+def restore_groups(model: nn.Module, optimizer: Optimizer, saved: OptimizerEntry) -> list[str]:
     """Restore the state that an optimizer keeps in its groups; returns warnings.
 
     The learning rate and keys that are no constructor arguments are state and are restored. Hyperparameters
@@ -169,10 +170,6 @@ def restore_groups(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]
             if key == "params" or key in _IMPLEMENTATION or now.get(key) == value:
                 continue
             if key == "lr" or key not in optimizer.defaults:
-                if key in now and isinstance(now[key], int | float) != isinstance(value, int | float):
-                    raise CheckpointError(
-                        f"manifest.json: expected the optimizer's {key} as {now[key]!r}, found {value!r:.40}"
-                    )
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
                 else:
@@ -185,12 +182,12 @@ def restore_groups(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]
     return list(dict.fromkeys(warnings))
 
 
-def scaler_state(scaler: Any) -> dict[str, Any] | None:
+def scaler_state(scaler: Any) -> ScalerEntry | None:
     """State of an enabled gradient scaler; None without one, or if it is disabled."""
-    return dict(scaler.state_dict()) if _is_enabled(scaler) else None
+    return scaler.state_dict() if _is_enabled(scaler) else None
 
 
-def restore_scaler(scaler: Any, saved: dict[str, Any] | None) -> list[str]:
+def restore_scaler(scaler: Any, saved: ScalerEntry | None) -> list[str]:
     """Load a scaler's state; returns a warning if only the checkpoint or only this run has a scaler."""
     if saved is not None and _is_enabled(scaler):
         scaler.load_state_dict(saved)
@@ -249,7 +246,7 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _encode(value: Any) -> dict[str, Any]:
+def _encode(value: Any) -> ScalarEntry:
     if isinstance(value, Tensor):
         return {"dtype": _dtype_name(value), "value": value.item()}
     return {"dtype": type(value).__name__, "value": value}

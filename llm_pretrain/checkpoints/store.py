@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from llm_pretrain.checkpoints import folders, state
 from llm_pretrain.checkpoints.manifest import (
     MANIFEST_NAME,
+    FileEntry,
     Manifest,
     ResumePoint,
     RunFacts,
@@ -82,10 +83,6 @@ class CheckpointStore:
         doing = f"{self.folder}: looking for a periodic checkpoint"
         committed = run_on_rank0(self._ranks, lambda: folders.committed_folders(self.folder), doing)
         return committed.get(max(folders.multiples(committed, self._period, step), default=-1))
-
-    def save(self, model: nn.Module, optimizer: Optimizer, scaler: Any, facts: RunFacts) -> Path:
-        """`stage`, then `write`."""
-        return self.write(self.stage(model, optimizer, scaler, facts))
 
     def stage(
         self,
@@ -229,21 +226,6 @@ class CheckpointStore:
 
         found.warnings.extend(run_on_all_ranks(ranks, apply, doing))
 
-    def restore(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scaler: Any,
-        *,
-        expected: Expected,
-        source: Path | None = None,
-    ) -> ResumePoint | None:
-        """`find`, then `load`; returns None if there is no committed checkpoint."""
-        found = self.find(expected=expected, source=source)
-        if found is not None:
-            self.load(found, model, optimizer, scaler)
-        return found
-
     def _candidates(self, source: Path | None) -> list[tuple[Path, int | None]]:
         """(folder, step in its name) of each checkpoint to try, in order."""
         doing = f"{source or self.folder}: looking for a checkpoint"
@@ -319,7 +301,7 @@ def _device(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-Share = tuple[dict[str, dict[str, Any]], int]
+Share = tuple[dict[str, FileEntry], int]
 """The files that a rank wrote, with sizes and digests, and the sum of its pieces' `corners`."""
 
 

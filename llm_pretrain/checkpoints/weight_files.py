@@ -63,6 +63,8 @@ class WeightFiles:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype):
+        from huggingface_hub import split_state_dict_into_shards_factory
+
         self._dtype = dtype
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         layout = {each.name: each for each in disk_layout(self._shapes, config)}
@@ -73,22 +75,21 @@ class WeightFiles:
         self._headers: dict[str, tuple[bytes, int]] = {}
         self._places: dict[str, list[_Place]] = {}
         self._index: dict[str, Any] | None = None
-        shards = _shards(described)
-        for number, shard in enumerate(shards, start=1):
-            file = "model.safetensors"
-            if len(shards) > 1:
-                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        split = split_state_dict_into_shards_factory(
+            described,
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=MAX_SHARD_BYTES,
+        )
+        for file, names in split.filename_to_tensors.items():
+            shard = {name: described[name] for name in names}
             header, begins = safetensors_header(shard, {"format": "pt"})
             self._headers[file] = header, len(header) + sum(each.nbytes for each in shard.values())
             for name, begin in begins.items():
                 place = _Place(layout[name], file, described[name].dtype, begin)
                 self._places.setdefault(place.tensor.source, []).append(place)
-        if len(shards) > 1:
-            of_name = {
-                name: file for file, shard in zip(self._headers, shards, strict=True) for name in shard
-            }
-            total = sum(tensor.nbytes for tensor in described.values())
-            self._index = {"metadata": {"total_size": total}, "weight_map": of_name}
+        if split.is_sharded:
+            self._index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
 
     def create(self, folder: Path) -> None:
         """Make the files in their full size, of zeros behind their headers; on one rank, before `write`."""
@@ -193,16 +194,3 @@ def _naming(stream: FileIO) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or stream.name
         raise
-
-
-def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The tensors of each file."""
-    shards: list[dict[str, Tensor]] = [{}]
-    room = MAX_SHARD_BYTES
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room and shards[-1]:
-            shards.append({})
-            room = MAX_SHARD_BYTES
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    return shards
