@@ -190,6 +190,43 @@ def _placed_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         offset += len(line) + 1
 
 
+def parse_row(line: bytes) -> Row | None:
+    """The row in a line; None where it is no JSON object with a step."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if isinstance(step, int) and abs(step) < 1 << 63 else None
+
+
+def readable_rows(
+    path: Path,
+    problems: list[str],
+    parse: Callable[[bytes], Row | None] = parse_row,
+    expected: str = "a JSON object with a step",
+) -> list[tuple[int, Row]]:
+    """(offset in bytes, row) of each whole line, of which `parse` makes a row; none without a file.
+
+    A line that is no row is left out and added to `problems`, as is a file that cannot be read.
+    """
+    try:
+        lines = read_plain(path, MAX_METRICS_BYTES).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+        return []
+    rows, offset = [], 0
+    for number, line in enumerate(lines, start=1):
+        if (row := parse(line)) is not None:
+            rows.append((offset, row))
+        else:
+            problems.append(f"{path.name}: line {number}: expected {expected}, found {line[:40]!r}")
+        offset += len(line) + 1
+    return rows
+
+
 def rows_of(folder: Path) -> dict[int, Row]:
     """Rows of a run by step, of a repeated step the last one; empty without a metrics file.
 
@@ -210,15 +247,6 @@ def finite_number(value: object) -> float | None:
     if isinstance(value, int) and not isinstance(value, bool):
         return value if abs(value) < 1 << 63 else None  # JSON allows larger integers, arrays do not
     return value if isinstance(value, float) and math.isfinite(value) else None
-
-
-def parse_row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return row if isinstance(step, int) and abs(step) < 1 << 63 else None
 
 
 def _cut_torn_end(path: Path) -> None:
