@@ -7,10 +7,9 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from llm_pretrain.runs.folder import RUN_FOLDERS
 from llm_pretrain.runs.rows import is_training_row, parse_row
 
-OUTPUT_FOLDERS = ("checkpoints", "weights")
-"""Folders of a run in which `step-N` folders are committed."""
 _SAVE_IN_PROGRESS = re.compile(r"\.step-(\d+)\.tmp-.*")
 _TEMPORARY_FOLDER = re.compile(r"\.(?:step-\d+|best)\.(?:tmp|old|replaced)-.*")
 
@@ -65,7 +64,7 @@ def _size(file: Path) -> int:
 def temporary_folders(folder: Path) -> list[str]:
     """Uncommitted folders of a run, relative to it: `checkpoints/.step-…` and the like."""
     found = []
-    for parent in OUTPUT_FOLDERS:
+    for parent in RUN_FOLDERS:
         with suppress(OSError):
             names = os.listdir(folder / parent)
             found += [f"{parent}/{name}" for name in names if _TEMPORARY_FOLDER.fullmatch(name)]

@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from llm_pretrain.errors import CheckpointError, OutputError
@@ -108,9 +108,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -253,27 +251,16 @@ def _cut_torn_end(path: Path) -> None:
     """Truncate the file after its last whole line; a file without any becomes empty."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
-        while end:
-            start, line = _last_line(file, end)
-            if line.endswith(b"\n") and parse_row(line) is not None:
-                break
-            end = start
+        if not end:
+            return
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            while end:
+                start = content.rfind(b"\n", 0, end - 1) + 1
+                line = content[start:end]
+                if line.endswith(b"\n") and parse_row(line) is not None:
+                    break
+                end = start
         file.truncate(end)
-
-
-def _last_line(file: Any, end: int, chunk: int = 1 << 16) -> tuple[int, bytes]:
-    """Offset and bytes, newline included, of the last line in a file's first `end` bytes."""
-    tail = b""
-    start = end
-    while start:
-        size = min(chunk, start)
-        start -= size
-        file.seek(start)
-        tail = file.read(size) + tail
-        newline = tail.rfind(b"\n", 0, len(tail) - 1)
-        if newline >= 0:
-            return start + newline + 1, tail[newline + 1 :]
-    return 0, tail
 
 
 def _plain(value: Any) -> Any:
