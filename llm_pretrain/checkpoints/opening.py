@@ -25,13 +25,13 @@ from llm_pretrain.checkpoints.manifest import (
     read_manifest,
 )
 from llm_pretrain.checkpoints.tensor_files import read_tensors
-from llm_pretrain.checkpoints.weights import OPTIMIZER_STATE, saved_names
+from llm_pretrain.checkpoints.weights import BEST_FILE, OPTIMIZER_STATE, saved_names
 from llm_pretrain.config.loading import from_dict, resolve_precision, shape_problems
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
 from llm_pretrain.errors import CheckpointError, PretrainError
 from llm_pretrain.export.huggingface import load_pretrained, read_config
-from llm_pretrain.files import open_plain, read_json, read_plain
+from llm_pretrain.files import object_or_empty, open_plain, read_plain
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import configured_kernels
 
@@ -121,7 +121,9 @@ def _open_weights(path: Path) -> OpenedModel:
             f"{path / 'config.json'}: expected a weights folder, a checkpoint or a run, found none of them; "
             "name a folder such as RUN/weights/step-00000100, RUN/checkpoints/step-00000100 or RUN"
         )
-    content = read_config(path) | _json(path / "generation_config.json")
+    content, beside = read_config(path), "generation_config.json"
+    if (path / beside).is_file():
+        content |= read_config(path, beside)
     return OpenedModel(
         model=load_pretrained(path).eval(),
         path=path,
@@ -311,15 +313,4 @@ def _run_config(path: Path) -> Config | None:
 def _step(path: Path) -> int | None:
     """The step in the name of a weights folder, or in the `best.json` of `weights/best`; None if unknown."""
     match = re.fullmatch(r"step-(\d+)", path.name)
-    return int(match[1]) if match else _json(path / "best.json").get("step")
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """Content of a JSON file; empty if there is none or it is not an object."""
-    if not file.is_file():
-        return {}
-    try:
-        content = read_json(file)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected JSON, found: {error}") from error
-    return content if isinstance(content, dict) else {}
+    return int(match[1]) if match else object_or_empty(path / BEST_FILE).get("step")

@@ -24,6 +24,7 @@ from llm_pretrain.checkpoints.state import Piece
 from llm_pretrain.distributed.collectives import one_line
 from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError, DivergedError
+from llm_pretrain.files import naming
 
 BYTES_PER_FILE = 256 << 20
 """Approximate size of the files that a rank writes; ranks share the work of verifying them."""
@@ -87,17 +88,13 @@ def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str
         OSError: naming the file.
     """
     digest, size = hashlib.sha256(), 0
-    try:
-        with file.open("wb") as stream:
-            for chunk in _chunks(tensors, metadata):
-                digest.update(chunk)
-                stream.write(chunk)
-                size += len(chunk)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        error.filename = error.filename or str(file)
-        raise
+    with naming(file), file.open("wb") as stream:
+        for chunk in _chunks(tensors, metadata):
+            digest.update(chunk)
+            stream.write(chunk)
+            size += len(chunk)
+        stream.flush()
+        os.fsync(stream.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 

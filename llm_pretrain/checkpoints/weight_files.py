@@ -26,7 +26,7 @@ from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.distributed.initial_values import runs
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.export.huggingface import DiskTensor, disk_dtype, disk_layout, rounded
-from llm_pretrain.files import write_text
+from llm_pretrain.files import naming, write_text
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
@@ -94,7 +94,7 @@ class WeightFiles:
     def create(self, folder: Path) -> None:
         """Make the files in their full size, of zeros behind their headers; on one rank, before `write`."""
         for file, (header, size) in self._headers.items():
-            with open(folder / file, "wb", buffering=0) as stream, _naming(stream):
+            with open(folder / file, "wb", buffering=0) as stream, naming(stream.name):
                 stream.write(header)
                 stream.truncate(size)
                 os.fsync(stream.fileno())
@@ -127,7 +127,7 @@ class WeightFiles:
                             self._write(opened[place.file], place, part, at)
                             covered += place.cover(at, at + len(part))
             for stream in opened.values():
-                with _naming(stream):
+                with naming(stream.name):
                     os.fsync(stream.fileno())
         return covered % _SUMS
 
@@ -137,7 +137,7 @@ class WeightFiles:
         for chunk in values.detach().split(max(1, CHUNK_BYTES // values.element_size())):
             scaled = chunk if place.tensor.factor == 1 else chunk * place.tensor.factor
             data = rounded(place.tensor.name, scaled, self._dtype).view(torch.uint8).numpy().data
-            with _naming(stream), _locked(stream, position, len(data)):
+            with naming(stream.name), _locked(stream, position, len(data)):
                 while data:
                     written = os.pwrite(stream.fileno(), data, position)
                     data, position = data[written:], position + written
@@ -184,13 +184,3 @@ def _locked(stream: FileIO, begin: int, size: int) -> Iterator[None]:
         yield
     finally:
         fcntl.lockf(stream, fcntl.LOCK_UN, size, begin)
-
-
-@contextmanager
-def _naming(stream: FileIO) -> Iterator[None]:
-    """Have an OSError name the file."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or stream.name
-        raise

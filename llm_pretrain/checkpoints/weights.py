@@ -29,7 +29,7 @@ from llm_pretrain.files import (
     MARKER,
     fsync_file,
     make_folder,
-    read_json,
+    object_or_empty,
     read_marker,
     write_marker,
     write_text,
@@ -215,11 +215,7 @@ def best_step(folder: Path) -> int | None:
     best = folders.best_folder(folder)
     if best is None:
         return None
-    try:
-        content = read_json(best / BEST_FILE)
-    except (OSError, ValueError, RecursionError):
-        return None
-    step = content.get("step") if isinstance(content, dict) else None
+    step = object_or_empty(best / BEST_FILE).get("step")
     return step if isinstance(step, int) else None
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.errors import CheckpointError, OutputError
-from llm_pretrain.files import fsync_folder, make_folder, read_plain
+from llm_pretrain.files import fsync_folder, make_folder, plain_json, read_plain
 
 Row = dict[str, Any]
 
@@ -66,7 +66,7 @@ class MetricsWriter:
         step = row.get("step")
         if not isinstance(step, int) or step < (self.resume_step or 0):
             raise ValueError(f"a row's step must be an integer from {self.resume_step or 0} on, got {step!r}")
-        line = json.dumps(_plain(row), allow_nan=False) + "\n"
+        line = json.dumps(plain_json(row), allow_nan=False) + "\n"
         try:
             self._file.write(line.encode())
             self._file.flush()
@@ -261,16 +261,3 @@ def _cut_torn_end(path: Path) -> None:
                     break
                 end = start
         file.truncate(end)
-
-
-def _plain(value: Any) -> Any:
-    """`value` in JSON's types, with None for numbers that JSON does not have."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
