@@ -23,6 +23,8 @@ from llm_pretrain.files import open_plain, read_json, write_text
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
+OPTIMIZER_STATE = "optimizer.state."
+"""First characters of the names of an optimizer's tensors and scalars."""
 
 
 class UnsoundError(CheckpointError):
@@ -302,9 +304,19 @@ def state_differences(content: Manifest, current: dict[str, str]) -> list[str]:
 
     Optimizer state is compared only if the model's state agrees, because it follows from that.
     """
-    saved = describe(content.tensors, content.scalars, content.tied)
-    differences = _compare(*(_select(side, optimizer=False) for side in (saved, current)))
-    return differences or _compare(*(_select(side, optimizer=True) for side in (saved, current)))
+    return model_differences(content, current) or _state_differences(content, current, of_optimizer=True)
+
+
+def model_differences(content: Manifest, current: dict[str, str]) -> list[str]:
+    """`state_differences` of the model alone."""
+    return _state_differences(content, current, of_optimizer=False)
+
+
+def _state_differences(content: Manifest, current: dict[str, str], *, of_optimizer: bool) -> list[str]:
+    both = describe(content.tensors, content.scalars, content.tied), current
+    return _compare(
+        *({k: v for k, v in side.items() if k.startswith(OPTIMIZER_STATE) == of_optimizer} for side in both)
+    )
 
 
 def describe(
@@ -314,10 +326,6 @@ def describe(
     shapes = {name: f"{tensor['dtype']}{tensor['shape']}" for name, tensor in tensors.items()}
     numbers = {name: scalar["dtype"] for name, scalar in scalars.items()}
     return {**shapes, **numbers, **{name: f"tied to {first}" for name, first in tied.items()}}
-
-
-def _select(description: dict[str, str], *, optimizer: bool) -> dict[str, str]:
-    return {key: text for key, text in description.items() if key.startswith("optimizer.state.") == optimizer}
 
 
 def _compare(saved: dict[str, str], current: dict[str, str]) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llm_pretrain.checkpoints.manifest import OptimizerEntry, ScalarEntry, ScalerEntry, TensorEntry
+from llm_pretrain.checkpoints.manifest import (
+    OPTIMIZER_STATE,
+    OptimizerEntry,
+    ScalarEntry,
+    ScalerEntry,
+    TensorEntry,
+)
 from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.optim.sharded import as_sharded, replicate_dims
@@ -62,12 +68,20 @@ class TrainingState:
         else:
             container[key] = value
 
-    def describe_tensors(self) -> dict[str, TensorEntry]:
-        """Type and shape by flat name; of a sharded tensor the global shape."""
-        return {
-            name: {"dtype": _dtype_name(tensor), "shape": list(tensor.shape)}
-            for name, tensor in self.tensors.items()
-        }
+
+def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    """Type and shape of each tensor, as a manifest has them; of a sharded tensor the global shape."""
+    return {
+        name: {"dtype": _dtype_name(tensor), "shape": list(tensor.shape)} for name, tensor in tensors.items()
+    }
+
+
+def meta_tensors(described: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+    """Tensors as described, on the meta device."""
+    return {
+        name: torch.empty(each["shape"], dtype=getattr(torch, each["dtype"]), device="meta")
+        for name, each in described.items()
+    }
 
 
 def raw_module(model: nn.Module) -> nn.Module:
@@ -213,7 +227,7 @@ def _flatten(
             _place(state, name, model_state, name)
     for parameter, entries in (optimizer_state or {"state": {}})["state"].items():
         for key in entries:
-            _place(state, f"optimizer.state.{parameter}.{key}", entries, key)
+            _place(state, f"{OPTIMIZER_STATE}{parameter}.{key}", entries, key)
     return state
 
 
@@ -342,36 +356,31 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
-        self._places: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._layout: object = None
+        self._places: list[Tensor] = []
 
     def pieces(self, pieces: Iterable[Piece]) -> list[Piece]:
         """The pieces with copied tensors."""
         pieces = list(pieces)
-        if [self._key(piece) for piece in pieces] != list(self._places) or any(
-            place.shape != piece.tensor.shape or place.dtype != piece.tensor.dtype
-            for place, piece in zip(self._places.values(), pieces, strict=True)
-        ):
+        layout = [(each.name, each.offsets, each.tensor.shape, each.tensor.dtype) for each in pieces]
+        if layout != self._layout:
             self._allocate(pieces)
+            self._layout = layout
         copies = [
             replace(piece, tensor=place.copy_(piece.tensor.detach(), non_blocking=True))
-            for piece, place in zip(pieces, self._places.values(), strict=True)
+            for piece, place in zip(pieces, self._places, strict=True)
         ]
         if any(piece.tensor.is_cuda for piece in pieces):
             torch.cuda.synchronize()  # the copies are asynchronous
         return copies
 
-    @staticmethod
-    def _key(piece: Piece) -> tuple[str, tuple[int, ...]]:
-        return piece.name, piece.offsets
-
     def _allocate(self, pieces: list[Piece]) -> None:
         """Give every piece a place in a buffer."""
-        self._buffers, self._places = [], {}
-        left = sum(_aligned(piece.tensor.nbytes) for piece in pieces)
+        self._buffers, self._places = [], []
+        sizes = [max(64, -(-piece.tensor.nbytes // 64) * 64) for piece in pieces]  # aligned
         may_pin = pinnable_bytes() if any(piece.tensor.is_cuda for piece in pieces) else 0
-        used = 0
-        for piece in pieces:
-            size = _aligned(piece.tensor.nbytes)
+        left, used = sum(sizes), 0
+        for piece, size in zip(pieces, sizes, strict=True):
             if not self._buffers or used + size > self._buffers[-1].nbytes:
                 room = max(size, min(left, BUFFER_BYTES))
                 pinned = 1 << (room - 1).bit_length()
@@ -379,15 +388,11 @@ class HostBuffers:
                 may_pin -= pinned
                 used = 0
             place = self._buffers[-1][used : used + piece.tensor.nbytes].view(piece.tensor.dtype)
-            self._places[self._key(piece)] = place.view(piece.tensor.shape)
+            self._places.append(place.view(piece.tensor.shape))
             used, left = used + size, left - size
 
 
 BUFFER_BYTES = 1 << 30
-
-
-def _aligned(size: int) -> int:
-    return max(64, -(-size // 64) * 64)
 
 
 def pinnable_bytes() -> int:

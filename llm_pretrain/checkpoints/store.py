@@ -7,7 +7,6 @@ Restoring gives what was saved, bit for bit, or an error. All methods but `commi
 from __future__ import annotations
 
 import copy
-import math
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from llm_pretrain.checkpoints.manifest import (
     state_differences,
     write_manifest,
 )
-from llm_pretrain.checkpoints.state import HostBuffers, Piece, held_pieces
+from llm_pretrain.checkpoints.state import HostBuffers, Piece, held_pieces, meta_tensors
 from llm_pretrain.checkpoints.tensor_files import check_finite, read_tensors, write_pieces
 from llm_pretrain.distributed.collectives import Ranks, gather_results, run_on_all_ranks, run_on_rank0
 from llm_pretrain.errors import CheckpointError
@@ -110,7 +109,7 @@ class CheckpointStore:
             content = Manifest(
                 run=copy.deepcopy(facts),
                 environment=environment(_device(model)),
-                tensors=current.describe_tensors(),
+                tensors=state.describe_tensors(current.tensors),
                 tied=current.tied,
                 scalars=current.scalars,
                 optimizer=state.describe_optimizer(model, optimizer),
@@ -274,7 +273,7 @@ def _whole(content: Manifest, pipeline: Pipeline | None) -> Manifest:
 
 def _described(target: state.TrainingState, pipeline: Pipeline | None) -> dict[str, str]:
     """What there is to load into, by name; of all stages of a pipeline (collective)."""
-    described = describe(target.describe_tensors(), target.scalars, target.tied)
+    described = describe(state.describe_tensors(target.tensors), target.scalars, target.tied)
     return described if pipeline is None else pipeline.merged(described)
 
 
@@ -320,16 +319,12 @@ class Staged:
     @property
     def bytes(self) -> int:
         """Size of all tensors, over all ranks."""
-        sizes = self.content.tensors.values()
-        return sum(math.prod(each["shape"]) * getattr(torch, each["dtype"]).itemsize for each in sizes)
+        return sum(tensor.nbytes for tensor in meta_tensors(self.content.tensors).values())
 
     def corners(self) -> int:
         """What the `corners` of all ranks' pieces add up to."""
-        total = 0
-        for name, each in self.content.tensors.items():
-            whole = torch.empty(each["shape"], dtype=getattr(torch, each["dtype"]), device="meta")
-            total += Piece(name, whole, (0,) * whole.dim()).corners()
-        return total
+        tensors = meta_tensors(self.content.tensors)
+        return sum(Piece(name, whole, (0,) * whole.dim()).corners() for name, whole in tensors.items())
 
 
 def write_staged(staged: Staged, parent: Path, ranks: Ranks, check: Callable[[], None]) -> Path:

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from llm_pretrain.checkpoints import folders, state
-from llm_pretrain.checkpoints.manifest import Manifest
-from llm_pretrain.checkpoints.state import Piece, held_pieces
+from llm_pretrain.checkpoints.manifest import OPTIMIZER_STATE, Manifest
+from llm_pretrain.checkpoints.state import Piece, describe_tensors, held_pieces, meta_tensors
 from llm_pretrain.checkpoints.weight_files import INDEX_FILE, WeightFiles
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.distributed.collectives import ONE_RANK, Ranks, gather_results, run_on_rank0
@@ -47,9 +46,6 @@ BEST_FILE = "best.json"
 """In `best/`: `{"step": …, "eval/loss": …}`."""
 _OWN_FILES = {"config.json", "generation_config.json", INDEX_FILE, BEST_FILE, MARKER}
 
-OPTIMIZER_STATE = "optimizer.state."
-"""First characters of the names of an optimizer's tensors in a checkpoint."""
-
 
 @dataclass(frozen=True)
 class HeldWeights:
@@ -77,12 +73,7 @@ def saved_names(content: Manifest, *, average: bool) -> dict[str, str]:
 def weights_in(content: Manifest, pieces: Iterable[Piece]) -> HeldWeights:
     """The weights among the pieces of a checkpoint, the parameters' averages (EMA) if it has them."""
     names = saved_names(content, average=True)
-    described = {name: content.tensors[saved] for name, saved in names.items()}
-    with torch.device("meta"):
-        tensors = {
-            name: torch.empty(each["shape"], dtype=getattr(torch, each["dtype"]))
-            for name, each in described.items()
-        }
+    tensors = meta_tensors({name: content.tensors[saved] for name, saved in names.items()})
     own = {saved: name for name, saved in reversed(names.items())}  # of tied ones the first name
     return HeldWeights(tensors, (replace(each, name=own[each.name]) for each in pieces if each.name in own))
 
@@ -93,11 +84,7 @@ def model_weights(model: nn.Module, ranks: Ranks = ONE_RANK, pipeline: Pipeline 
     tensors = module.state_dict()
     pieces = held_pieces(tensors, rank=ranks.rank, world_size=ranks.world_size, pipeline=pipeline)
     if pipeline is not None:  # collective
-        described = {name: (list(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-        tensors = {
-            name: torch.empty(shape, dtype=dtype, device="meta")
-            for name, (shape, dtype) in pipeline.merged(described).items()
-        }
+        tensors = meta_tensors(pipeline.merged(describe_tensors(tensors)))
     return HeldWeights(tensors, pieces)
 
 
