@@ -44,8 +44,6 @@ from llm_pretrain.hardware import environment, environment_changes
 if TYPE_CHECKING:
     from llm_pretrain.distributed.pipeline import Pipeline
 
-Expected = dict[str, str] | Callable[[int], dict[str, str]]
-
 
 class CheckpointStore:
     """The checkpoints in one folder.
@@ -146,11 +144,13 @@ class CheckpointStore:
             )
         return path
 
-    def find(self, *, expected: Expected, source: Path | None = None) -> ResumePoint | None:
+    def find(
+        self, *, expected: Callable[[int], dict[str, str]], source: Path | None = None
+    ) -> ResumePoint | None:
         """The newest sound checkpoint, or the one in `source`, after verifying all its files.
 
         Args:
-            expected: The fingerprints that it must have, or a function of its step that returns them.
+            expected: Step to the fingerprints that a checkpoint of it must have.
             source: A checkpoint's folder, to use instead of this store's checkpoints.
 
         Returns:
@@ -164,7 +164,7 @@ class CheckpointStore:
         for path, step in self._candidates(source):
             content, problems = self._verify(path, step)
             if content is not None and not problems:
-                wanted = expected(content.run.step) if callable(expected) else expected
+                wanted = expected(content.run.step)
                 if differences := fingerprint_differences(content.run.fingerprints, wanted):
                     raise mismatch(path, differences)
                 warnings = [f"checkpoint {text}; passed over for an older one" for text in damaged]

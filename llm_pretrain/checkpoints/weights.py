@@ -8,6 +8,7 @@ import logging
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,17 +226,12 @@ def _generation_config(
 ) -> dict[str, Any]:
     """Content of generation_config.json; text ends at EOS, or at the end of a chat turn."""
     known: dict[str, Any] = {name: value for name, value in token_ids.items() if value is not None}
-    end, end_of_turn = token_ids.get("eos_token_id"), _end_of_turn_id(tokenizer_folder)
+    end, end_of_turn = token_ids.get("eos_token_id"), None
+    with suppress(DataError, KeyError, TypeError, AttributeError):  # weights are written all the same
+        end_of_turn = end_of_turn_id(tokenizer_folder)
     if end is not None and end_of_turn not in (None, end):
         known["eos_token_id"] = [end, end_of_turn]
     return {**known, "do_sample": True, "max_new_tokens": sequence_length}
-
-
-def _end_of_turn_id(tokenizer_folder: Path) -> int | None:
-    try:
-        return end_of_turn_id(tokenizer_folder)
-    except (DataError, KeyError, TypeError, AttributeError):
-        return None  # a damaged tokenizer does not prevent writing the weights
 
 
 def copy_tokenizer(source: Path, target: Path, digests: Mapping[str, str] | None = None) -> None:
@@ -279,9 +275,6 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     write_text(file, json.dumps(content, indent=2) + "\n")
 
 
-_ALSO_COPIED = ("generation_config.json", "README.md")
-
-
 def convert_weights(
     source: Path, output: Path, dtype: str, *, check: Callable[[], None] = lambda: None
 ) -> None:
@@ -306,7 +299,7 @@ def convert_weights(
     def complete(path: Path) -> None:
         write_json(path / "config.json", config)
         copy_tokenizer(source, path)
-        for name in _ALSO_COPIED:
+        for name in ("generation_config.json", "README.md"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, path / name)
         _list_files(path)

@@ -204,10 +204,7 @@ def exit_process(exit_code: int) -> None:
     runs while Python unloads its libraries aborts a finished run.
     """
     ignore_stop_signals()  # another one would replace the exit code
-    flush_streams()
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        os._exit(exit_code)
-    sys.exit(exit_code)
+    _leave(exit_code, outright=int(os.environ.get("WORLD_SIZE") or 1) > 1)
 
 
 def _report_and_leave(error: PretrainError, rank: int) -> None:
@@ -252,13 +249,13 @@ def _has_peers() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _leave(exit_code: int) -> None:
-    """Exit; if the process group has other ranks, without clean-up, which would wait for them.
+def _leave(exit_code: int, *, outright: bool = False) -> None:
+    """Exit; `outright` or if the process group has other ranks, without clean-up, which would wait for them.
 
     A single process may be a notebook's kernel, in which `SystemExit` ends the cell and not the kernel.
     """
     flush_streams()
-    if _has_peers():
+    if outright or _has_peers():
         os._exit(exit_code)
     sys.exit(exit_code)
 

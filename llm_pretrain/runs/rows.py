@@ -97,10 +97,7 @@ class MetricsWriter:
         if self._file.closed:
             return
         try:
-            self._file.flush()
             self.sync()
-        except OSError as error:
-            raise OutputError(f"{self.path}: cannot be completed: {error.strerror}") from error
         finally:
             with suppress(OSError):  # closing retries the write that failed
                 self._file.close()
