@@ -291,12 +291,10 @@ def optimizer_differences(content: Manifest, optimizer: Optimizer) -> list[str]:
 
 def mismatch(path: Path, differences: list[str]) -> MismatchError:
     """The error for differences, which are the same on every rank."""
-    error = MismatchError(
+    return MismatchError(
         f"checkpoint {path} does not match: {'; '.join(differences)}; "
         "continue with the configuration it was made with, or start another run (run.name)"
-    )
-    error.shared = True
-    return error
+    ).of_all_ranks()
 
 
 def state_differences(content: Manifest, current: dict[str, str]) -> list[str]:

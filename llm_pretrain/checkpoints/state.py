@@ -60,13 +60,13 @@ class TrainingState:
         """Every scalar by its flat name."""
         return {name: _encode(container[key]) for name, (container, key) in self.places.items()}
 
-    def set_scalar(self, name: str, value: Any) -> None:
-        """Set the scalar `name` to a value from `scalars`."""
-        container, key = self.places[name]
-        if isinstance(container[key], Tensor):
-            container[key].fill_(value)
-        else:
-            container[key] = value
+
+def assign(container: dict[str, Any], key: str, value: Any) -> None:
+    """Set a scalar in a state dict or an optimizer's group, a tensor's value in place."""
+    if isinstance(container.get(key), Tensor):
+        container[key].fill_(value)
+    else:
+        container[key] = value
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
@@ -184,10 +184,7 @@ def restore_groups(model: nn.Module, optimizer: Optimizer, saved: OptimizerEntry
             if key == "params" or key in _IMPLEMENTATION or now.get(key) == value:
                 continue
             if key == "lr" or key not in optimizer.defaults:
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
+                assign(group, key, value)
             else:
                 warnings.append(
                     f"optimizer {key} was {value} when the checkpoint was saved and is {now.get(key)} now: "

@@ -172,10 +172,10 @@ class CheckpointStore:
             damaged.append(f"{path} is damaged: {'; '.join(problems)}")
             self._unsound.update([] if step is None else [step])
         if damaged:
-            raise _shared(
+            raise CheckpointError(
                 f"{'; '.join(damaged)}; no sound checkpoint is left to continue from: bring one back, or "
                 "start in another folder"
-            )
+            ).of_all_ranks()
         return None
 
     def load(
@@ -215,7 +215,7 @@ class CheckpointStore:
 
         def apply() -> list[str]:
             for name in target.places:
-                target.set_scalar(name, content.scalars[name]["value"])
+                state.assign(*target.places[name], content.scalars[name]["value"])
             state.apply_state(model, optimizer, target)
             return [
                 *environment_changes(content.environment, _device(model)),
@@ -288,12 +288,6 @@ def _check_source(source: Path) -> None:
     inside = folders.committed_folders(source) or folders.committed_folders(source / "checkpoints")
     hint = f"; did you mean {inside[max(inside)]}?" if inside else ""
     raise CheckpointError(f"{source}: expected a checkpoint with a {MANIFEST_NAME}, found none{hint}")
-
-
-def _shared(message: str) -> CheckpointError:
-    error = CheckpointError(message)
-    error.shared = True
-    return error
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -193,30 +193,19 @@ def _host_bounds(*, per_process: bool = True) -> list[MemoryLimit]:
         per_process: Divide limits that the run's processes on this machine share.
     """
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if per_process else 1
-    machine = psutil.virtual_memory()
-    swap = psutil.swap_memory() if per_process else None
-    bounds = [
-        MemoryLimit(
-            machine.available // sharing,
-            (machine.total + (swap.total if swap else 0)) // sharing,
-            "the machine has for it" if sharing > 1 else "the machine has",
-        )
-    ]
+    machine, has = psutil.virtual_memory(), "the machine has for it" if sharing > 1 else "the machine has"
+    swap = psutil.swap_memory().total if per_process else 0
+    bounds = [MemoryLimit(machine.available // sharing, (machine.total + swap) // sharing, has)]
     limit = _number(_CGROUP / "memory.max")
     if limit is not None:
-        used = _number(_CGROUP / "memory.current") or 0
-        bounds.append(
-            MemoryLimit(max(0, limit - used) // sharing, limit // sharing, "the container may have")
-        )
+        free = max(0, limit - (_number(_CGROUP / "memory.current") or 0))
+        bounds.append(MemoryLimit(free // sharing, limit // sharing, "the container may have"))
     if hasattr(psutil, "RLIMIT_AS"):
         process = psutil.Process()
         limit, _ = process.rlimit(psutil.RLIMIT_AS)
         if limit != psutil.RLIM_INFINITY:
-            bounds.append(
-                MemoryLimit(
-                    max(0, limit - process.memory_info().vms), limit, "the process may have (ulimit -v)"
-                )
-            )
+            free = max(0, limit - process.memory_info().vms)
+            bounds.append(MemoryLimit(free, limit, "the process may have (ulimit -v)"))
     return bounds
 
 

@@ -273,12 +273,10 @@ def check_parent_alive() -> None:
         ResourceError: the launcher is gone.
     """
     if sys.platform == "linux" and is_orphan():
-        error = ResourceError(
+        raise ResourceError(
             f"launch: expected the launcher that started this process, found process {os.getppid()} in its "
             "place; the launcher was killed, start it again"
-        )
-        error.shared = True
-        raise error
+        ).of_all_ranks()
 
 
 def is_orphan() -> bool:

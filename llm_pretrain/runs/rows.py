@@ -44,10 +44,8 @@ class MetricsWriter:
         self.resume_step = resume_step
         try:
             make_folder(self.path.parent)
-            is_new = not self.path.exists()
             self.path.touch()
-            if is_new:
-                fsync_folder(self.path.parent)
+            fsync_folder(self.path.parent)
             _cut_torn_end(self.path)
             self._file = self.path.open("ab")
         except OSError as error:
