@@ -65,7 +65,13 @@ def _sides(model: Any, optimizer: Any, folder: Path) -> dict[str, Any]:
         nonlocal step
         step += 1
         shutil.rmtree(folder / "ours", ignore_errors=True)
-        store.save(model, optimizer, None, RunFacts(step, 0, "torchrun", "ddp", 1, 1, 0, None, {}))
+        facts = RunFacts(step, 0, "torchrun", "ddp", 1, 1, 0, None, {})
+        store.write(store.stage(model, optimizer, None, facts))
+
+    def restore() -> None:
+        found = store.find(expected=lambda step: {})
+        assert found is not None
+        store.load(found, model, optimizer, None)
 
     def torch_save() -> None:
         file.unlink(missing_ok=True)
@@ -81,6 +87,6 @@ def _sides(model: Any, optimizer: Any, folder: Path) -> dict[str, Any]:
     return {
         "save": save,
         "torch save": torch_save,
-        "restore": lambda: store.restore(model, optimizer, None, expected={}),
+        "restore": restore,
         "torch restore": torch_restore,
     }

@@ -6,6 +6,8 @@ is a bug and prints its traceback.
 
 from __future__ import annotations
 
+from typing import Self
+
 MAX_LINE = 1000
 """Characters of a line that is printed: a damaged file may have names of any length."""
 
@@ -28,6 +30,11 @@ class PretrainError(Exception):
     exit_code = 1
     shared = False
     """Whether every rank raised this error, so that only rank 0 prints it."""
+
+    def of_all_ranks(self) -> Self:
+        """This error, marked as one that every rank raises."""
+        self.shared = True
+        return self
 
     def lines(self) -> list[str]:
         """What is printed: a line, or one for each problem of a configuration."""

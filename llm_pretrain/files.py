@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import secrets
 import stat
 import sys
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,26 @@ def read_json(file: str | Path) -> Any:
     return json.loads(read_plain(file).decode())
 
 
+def object_or_empty(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none or it cannot be read."""
+    try:
+        content = read_json(file)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def plain_json(value: Any) -> Any:
+    """`value` in JSON's types, with None for numbers that JSON does not have."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def open_data(file: Path) -> BufferedReader:
     """`open_plain`, with a DataError where it cannot be opened."""
     try:
@@ -143,6 +164,16 @@ def read_object(file: Path) -> dict[str, Any]:
     return json_object(file, read_data(file))
 
 
+@contextmanager
+def naming(file: str | Path) -> Iterator[None]:
+    """Have an OSError of the block name the file, as those of reading, writing and fsync do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
+
+
 def fsync_folder(folder: Path) -> None:
     """fsync a folder, so that its entries persist after a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -159,12 +190,8 @@ def fsync_folder(folder: Path) -> None:
 
 def fsync_file(file: Path) -> None:
     """fsync a file, so that its content persists after a power cut."""
-    with file.open("rb") as stream:
-        try:
-            os.fsync(stream.fileno())
-        except OSError as error:
-            error.filename = str(file)
-            raise
+    with file.open("rb") as stream, naming(file):
+        os.fsync(stream.fileno())
 
 
 def file_name(text: str, default: str = "imported") -> str:
@@ -240,11 +267,8 @@ def read_marker(folder: Path, kind: str) -> dict[str, Any] | None:
 def listed_files(folder: Path) -> frozenset[str] | None:
     """Relative names of the files that a folder's manifest lists, with its own; None without a manifest."""
     for name in _MANIFESTS:
-        try:
-            content = read_json(folder / name)
-        except (OSError, ValueError, RecursionError):
-            continue
-        if not isinstance(content, dict) or not isinstance(content.get("files"), list | dict):
+        content = object_or_empty(folder / name)
+        if not isinstance(content.get("files"), list | dict):
             continue
         if str(content.get("format")).startswith("llm_pretrain ") or content.keys() >= _CHECKPOINT_KEYS:
             return frozenset([name, *map(str, content["files"])])

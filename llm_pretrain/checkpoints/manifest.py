@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import re
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, TypedDict
 
-import torch
 from torch.optim import Optimizer
 
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.config.model_config import ModelConfig, neutral_values
-from llm_pretrain.config.schema import matches_type
+from llm_pretrain.config.schema import field_types, matches_type
 from llm_pretrain.errors import CheckpointError, MismatchError
 from llm_pretrain.files import open_plain, read_json, write_text
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
+OPTIMIZER_STATE = "optimizer.state."
+"""First characters of the names of an optimizer's tensors and scalars."""
 
 
 class UnsoundError(CheckpointError):
@@ -60,28 +58,64 @@ class RunFacts:
     run_id: str | None = None
 
 
+class TensorEntry(TypedDict):
+    """A tensor in the files: the name of its type in torch, such as `float32`, and its whole shape."""
+
+    dtype: str
+    shape: list[int]
+
+
+class ScalarEntry(TypedDict):
+    """A 0-dimensional tensor or a plain number, whose type is `int`, `float` or `bool`."""
+
+    dtype: str
+    value: int | float | bool
+
+
+class FileEntry(TypedDict):
+    """Size and digest of a file beside the manifest."""
+
+    bytes: int
+    sha256: str
+
+
+OptimizerEntry = TypedDict(
+    "OptimizerEntry", {"class": str, "groups": list[dict[str, Any]], "without_state": list[str]}
+)
+"""An optimizer's class, its groups with the names of their `params`, and its parameters without state."""
+
+
+class ScalerEntry(TypedDict):
+    """The state of a gradient scaler."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    _growth_tracker: int
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Content of `manifest.json`.
 
     Args:
         environment: Versions, hardware, git revision and variables; see the function `environment`.
-        tensors: Name → `{"dtype": "float32", "shape": [64, 32]}` of every tensor in the files.
+        tensors: By name, every tensor in the files.
         tied: Second name → first name of parameters that are one tensor, saved once.
-        scalars: Name → `{"dtype", "value"}` of every 0-dimensional tensor and plain number.
-        optimizer: Its class, groups, and the parameters without state.
+        scalars: By name, every 0-dimensional tensor and plain number.
         scaler: The gradient scaler's state; None without an enabled one.
-        files: Name → `{"bytes", "sha256"}` of every file beside the manifest.
+        files: By name, every file beside the manifest.
     """
 
     run: RunFacts
     environment: dict[str, str | None]
-    tensors: dict[str, dict[str, Any]]
+    tensors: dict[str, TensorEntry]
     tied: dict[str, str]
-    scalars: dict[str, dict[str, Any]]
-    optimizer: dict[str, Any]
-    scaler: dict[str, Any] | None
-    files: dict[str, dict[str, Any]]
+    scalars: dict[str, ScalarEntry]
+    optimizer: OptimizerEntry
+    scaler: ScalerEntry | None
+    files: dict[str, FileEntry]
 
 
 @dataclass(frozen=True)
@@ -163,7 +197,7 @@ def newest_run_id(parent: Path) -> str | None:
     return None
 
 
-def file_digest(file: Path) -> dict[str, Any]:
+def file_digest(file: Path) -> FileEntry:
     """Size and SHA-256 of one file, as the manifest lists them."""
     with open_plain(file) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -207,105 +241,27 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-_DTYPES = {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
 _LONGEST = 1 << 62
 
 
-def wrong_part(manifest: Any) -> str | None:
+def wrong_part(manifest: Manifest) -> str | None:
     """The first invalid part, in words: what was expected and found; None if the manifest is valid.
 
-    The digest detects changes, but not a manifest that was written by hand or by another program. Such a file
-    must not lead to a traceback, to reading a file elsewhere or to an enormous allocation.
+    The digest detects changes, but not a manifest that another version or program wrote.
     """
     for owner in (manifest.run, manifest):
-        hints = get_type_hints(type(owner))
-        for name, value in vars(owner).items():
-            if not is_dataclass(value) and not matches_type(hints[name], value):
-                return f"{name} as {hints[name]}, found {value!r:.60}"
-    run = manifest.run
+        for name, kind in field_types(type(owner)).items():
+            value = getattr(owner, name)
+            if not is_dataclass(value) and not matches_type(kind, value):
+                return f"{name} as {kind}, found {value!r:.60}"
     least = {"step": 0, "tokens_seen": 0, "world_size": 1, "global_batch_size": 1}
     for name, bound in least.items():
-        if not bound <= getattr(run, name) < _LONGEST:
-            return f"{name} from {bound} on, found {getattr(run, name)!r:.60}"
-    for name, check in {"tensors": _tensor, "scalars": _scalar, "files": _file}.items():
-        for key, entry in getattr(manifest, name).items():
-            if wrong := check(entry):
-                return f"{name} {key!r:.80} with {wrong}, found {entry!r:.80}"
-    return _optimizer(manifest.optimizer) or _scaler(manifest.scaler)
-
-
-def _tensor(entry: Mapping[str, Any]) -> str | None:
-    shape = entry.get("shape", ())
-    if entry.get("dtype") not in _DTYPES:
-        return "a dtype of torch"
-    if not matches_type(list[int], shape) or not all(0 <= size < _LONGEST for size in shape):
-        return "a shape of whole numbers"
-    return None if math.prod(shape) < _LONGEST else "a shape that some memory could hold"
-
-
-def _scalar(entry: Mapping[str, Any]) -> str | None:
-    dtype, value = entry.get("dtype"), entry.get("value")
-    if dtype not in _DTYPES | {"int", "float", "bool"}:
-        return "a dtype"
-    if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= _LONGEST):
-        return "a number"
-    if "int" in str(dtype) and not matches_type(int, value):
-        return "a whole number"
-    if dtype in _DTYPES - {"bool"}:
-        kind = getattr(torch, dtype)
-        limits = torch.finfo(kind) if kind.is_floating_point else torch.iinfo(kind)
-        return None if limits.min <= value <= limits.max else f"a number within {dtype}"
-    return None if math.isfinite(value) else "a finite number"
-
-
-def _file(entry: Mapping[str, Any]) -> str | None:
-    digest = entry.get("sha256")
-    if not matches_type(int, entry.get("bytes")) or entry["bytes"] < 0:
-        return "a number of bytes"
-    is_digest = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
-    return None if is_digest else "a SHA-256"
-
-
-def _optimizer(entry: Mapping[str, Any]) -> str | None:
-    groups = entry.get("groups")
-    if not isinstance(entry.get("class"), str) or not isinstance(groups, list):
-        return f"an optimizer with its class and groups, found {entry!r:.60}"
-    for group in groups:
-        if not isinstance(group, Mapping) or not matches_type(list[str], group.get("params")):
-            return f"the names of parameters in each of the optimizer's groups, found {group!r:.60}"
-        for key, value in group.items():
-            if key == "lr" and not (matches_type(float, value) and math.isfinite(value)):
-                return f"a finite number as the optimizer's 'lr', found {value!r:.60}"
-            if key != "params" and not _setting(value):
-                return f"a number or text as the optimizer's {key!r:.40}, found {value!r:.60}"
-    if not matches_type(list[str], entry.get("without_state")):
-        return f"the optimizer's parameters without state, found {entry.get('without_state')!r:.60}"
-    return None
-
-
-def _setting(value: object) -> bool:
-    if isinstance(value, list):
-        return all(map(_setting, value))
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-_SCALER_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-
-
-def _scaler(entry: Mapping[str, Any] | None) -> str | None:
-    if entry is not None and not (
-        entry.keys() >= _SCALER_KEYS
-        and all(isinstance(value, int | float) for value in entry.values())
-        and entry.get("scale", 0) > 0
-        and matches_type(int, entry.get("growth_interval", 1))
-    ):
-        return f"a gradient scaler's numbers, found {entry!r:.60}"
+        if not bound <= getattr(manifest.run, name) < _LONGEST:
+            return f"{name} from {bound} on, found {getattr(manifest.run, name)!r:.60}"
     return None
 
 
 _ABSENT = "absent"
-
-
 _NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from", "zero_init_residual"}
 """Model fields that change neither shapes nor arithmetic of a resumed run."""
 
@@ -335,12 +291,10 @@ def optimizer_differences(content: Manifest, optimizer: Optimizer) -> list[str]:
 
 def mismatch(path: Path, differences: list[str]) -> MismatchError:
     """The error for differences, which are the same on every rank."""
-    error = MismatchError(
+    return MismatchError(
         f"checkpoint {path} does not match: {'; '.join(differences)}; "
         "continue with the configuration it was made with, or start another run (run.name)"
-    )
-    error.shared = True
-    return error
+    ).of_all_ranks()
 
 
 def state_differences(content: Manifest, current: dict[str, str]) -> list[str]:
@@ -348,22 +302,28 @@ def state_differences(content: Manifest, current: dict[str, str]) -> list[str]:
 
     Optimizer state is compared only if the model's state agrees, because it follows from that.
     """
-    saved = describe(content.tensors, content.scalars, content.tied)
-    differences = _compare(*(_select(side, optimizer=False) for side in (saved, current)))
-    return differences or _compare(*(_select(side, optimizer=True) for side in (saved, current)))
+    return model_differences(content, current) or _state_differences(content, current, of_optimizer=True)
+
+
+def model_differences(content: Manifest, current: dict[str, str]) -> list[str]:
+    """`state_differences` of the model alone."""
+    return _state_differences(content, current, of_optimizer=False)
+
+
+def _state_differences(content: Manifest, current: dict[str, str], *, of_optimizer: bool) -> list[str]:
+    both = describe(content.tensors, content.scalars, content.tied), current
+    return _compare(
+        *({k: v for k, v in side.items() if k.startswith(OPTIMIZER_STATE) == of_optimizer} for side in both)
+    )
 
 
 def describe(
-    tensors: dict[str, dict[str, Any]], scalars: dict[str, dict[str, Any]], tied: dict[str, str]
+    tensors: dict[str, TensorEntry], scalars: dict[str, ScalarEntry], tied: dict[str, str]
 ) -> dict[str, str]:
     """What is compared of tensors and scalars, by name."""
     shapes = {name: f"{tensor['dtype']}{tensor['shape']}" for name, tensor in tensors.items()}
     numbers = {name: scalar["dtype"] for name, scalar in scalars.items()}
     return {**shapes, **numbers, **{name: f"tied to {first}" for name, first in tied.items()}}
-
-
-def _select(description: dict[str, str], *, optimizer: bool) -> dict[str, str]:
-    return {key: text for key, text in description.items() if key.startswith("optimizer.state.") == optimizer}
 
 
 def _compare(saved: dict[str, str], current: dict[str, str]) -> list[str]:

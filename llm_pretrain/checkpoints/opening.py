@@ -20,18 +20,21 @@ from llm_pretrain.checkpoints.manifest import (
     MANIFEST_NAME,
     Manifest,
     UnsoundError,
+    describe,
     find_damage,
+    model_differences,
     model_fingerprint,
     read_manifest,
 )
+from llm_pretrain.checkpoints.state import describe_tensors
 from llm_pretrain.checkpoints.tensor_files import read_tensors
-from llm_pretrain.checkpoints.weights import OPTIMIZER_STATE, saved_names
+from llm_pretrain.checkpoints.weights import BEST_FILE, saved_names
 from llm_pretrain.config.loading import from_dict, resolve_precision, shape_problems
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
 from llm_pretrain.errors import CheckpointError, PretrainError
 from llm_pretrain.export.huggingface import load_pretrained, read_config
-from llm_pretrain.files import open_plain, read_json, read_plain
+from llm_pretrain.files import object_or_empty, open_plain, read_plain
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import configured_kernels
 
@@ -121,7 +124,9 @@ def _open_weights(path: Path) -> OpenedModel:
             f"{path / 'config.json'}: expected a weights folder, a checkpoint or a run, found none of them; "
             "name a folder such as RUN/weights/step-00000100, RUN/checkpoints/step-00000100 or RUN"
         )
-    content = read_config(path) | _json(path / "generation_config.json")
+    content, beside = read_config(path), "generation_config.json"
+    if (path / beside).is_file():
+        content |= read_config(path, beside)
     return OpenedModel(
         model=load_pretrained(path).eval(),
         path=path,
@@ -160,37 +165,27 @@ def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> De
     """The decoder of a checkpoint, after verifying its files and comparing them with the run's config."""
     if problems := find_damage(path, content):
         raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}; name an older checkpoint")
-    fields, saved = model_fingerprint(run.model), content.run.fingerprints
-    for key in sorted(fields.keys() & saved.keys()):
-        if fields[key] != saved[key]:
+    file, saved = path.parent.parent / "config.yaml", content.run.fingerprints
+    for key, value in model_fingerprint(run.model).items():
+        if saved.get(key, value) != value:
             raise CheckpointError(
-                f"{path.parent.parent / 'config.yaml'}: expected {key} {saved[key]}, as the checkpoint "
-                f"{path.name} has it, found {fields[key]}; it is another run's configuration"
+                f"{file}: expected {key} {saved[key]}, as the checkpoint {path.name} has it, found {value}; "
+                "it is another run's configuration"
             )
     if problems := shape_problems(run.model):
-        raise CheckpointError(f"{path.parent.parent / 'config.yaml'}: {problems[0]}")
+        raise CheckpointError(f"{file}: {problems[0]}")
     with torch.device("meta"):  # without memory, until the shapes have been compared
         described = Decoder(run.model).state_dict()
-    tensors = {name: value for name, value in described.items() if name not in content.tied}
-    expected = {name: ["float32", list(value.shape)] for name, value in tensors.items()}
-    found = {
-        name: [facts["dtype"], list(facts["shape"])]
-        for name, facts in content.tensors.items()
-        if not name.startswith(OPTIMIZER_STATE)
-    }
-    if different := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
-        name = different[0]
-        raise CheckpointError(
-            f"{path}: expected {name} as {expected.get(name, 'absent')}, by the run's config.yaml, found "
-            f"{found.get(name, 'absent')} ({len(different)} tensors differ)"
-        )
+    tensors = describe_tensors({name: each for name, each in described.items() if name not in content.tied})
+    if problems := model_differences(content, describe(tensors, {}, content.tied)):
+        raise CheckpointError(f"{path}: expected the tensors of {file}, found that {problems[0]}")
     kernels = configured_kernels(run)
     if kernels.attention != "sdpa":  # varlen and flex run on CUDA only
         kernels = replace(kernels, attention="auto")
     model = Decoder(run.model, kernels=kernels)
     saved_as = saved_names(content, average=average)
-    tensors = {saved_as[name]: value for name, value in model.state_dict().items()}
-    read_tensors(tensors, path, sorted(content.files))
+    parts = {saved_as[name]: value for name, value in model.state_dict().items()}
+    read_tensors(parts, path, sorted(content.files))
     return model
 
 
@@ -263,13 +258,12 @@ class CheckpointWeights(Mapping[str, Tensor]):
     A decoder's state has no 0-dimensional tensors, which the files would not hold.
 
     Args:
-        tensors: The checkpoint's tensors.
-        average: Whether to read the parameters' averages (EMA) instead, if the checkpoint has them.
+        tensors: The checkpoint's tensors. The parameters' averages (EMA) are read instead, if it has them.
     """
 
-    def __init__(self, tensors: CheckpointTensors, *, average: bool = True):
+    def __init__(self, tensors: CheckpointTensors):
         self._tensors = tensors
-        self._saved_as = saved_names(tensors.manifest, average=average)
+        self._saved_as = saved_names(tensors.manifest, average=True)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors.read(self._saved_as[name])
@@ -311,15 +305,4 @@ def _run_config(path: Path) -> Config | None:
 def _step(path: Path) -> int | None:
     """The step in the name of a weights folder, or in the `best.json` of `weights/best`; None if unknown."""
     match = re.fullmatch(r"step-(\d+)", path.name)
-    return int(match[1]) if match else _json(path / "best.json").get("step")
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """Content of a JSON file; empty if there is none or it is not an object."""
-    if not file.is_file():
-        return {}
-    try:
-        content = read_json(file)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected JSON, found: {error}") from error
-    return content if isinstance(content, dict) else {}
+    return int(match[1]) if match else object_or_empty(path / BEST_FILE).get("step")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llm_pretrain.checkpoints.manifest import (
+    OPTIMIZER_STATE,
+    OptimizerEntry,
+    ScalarEntry,
+    ScalerEntry,
+    TensorEntry,
+)
 from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.optim.sharded import as_sharded, replicate_dims
@@ -49,24 +56,32 @@ class TrainingState:
     places: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
 
     @property
-    def scalars(self) -> dict[str, dict[str, Any]]:
-        """Flat name → `{"dtype", "value"}` of every scalar."""
+    def scalars(self) -> dict[str, ScalarEntry]:
+        """Every scalar by its flat name."""
         return {name: _encode(container[key]) for name, (container, key) in self.places.items()}
 
-    def set_scalar(self, name: str, value: Any) -> None:
-        """Set the scalar `name` to a value from `scalars`."""
-        container, key = self.places[name]
-        if isinstance(container[key], Tensor):
-            container[key].fill_(value)
-        else:
-            container[key] = value
 
-    def describe_tensors(self) -> dict[str, dict[str, Any]]:
-        """Flat name → `{"dtype", "shape"}`; of a sharded tensor the global shape."""
-        return {
-            name: {"dtype": _dtype_name(tensor), "shape": list(tensor.shape)}
-            for name, tensor in self.tensors.items()
-        }
+def assign(container: dict[str, Any], key: str, value: Any) -> None:
+    """Set a scalar in a state dict or an optimizer's group, a tensor's value in place."""
+    if isinstance(container.get(key), Tensor):
+        container[key].fill_(value)
+    else:
+        container[key] = value
+
+
+def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    """Type and shape of each tensor, as a manifest has them; of a sharded tensor the global shape."""
+    return {
+        name: {"dtype": _dtype_name(tensor), "shape": list(tensor.shape)} for name, tensor in tensors.items()
+    }
+
+
+def meta_tensors(described: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+    """Tensors as described, on the meta device."""
+    return {
+        name: torch.empty(each["shape"], dtype=getattr(torch, each["dtype"]), device="meta")
+        for name, each in described.items()
+    }
 
 
 def raw_module(model: nn.Module) -> nn.Module:
@@ -141,7 +156,7 @@ def apply_state(model: nn.Module, optimizer: Optimizer, state: TrainingState) ->
             group.update(settings)
 
 
-def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerEntry:
     """The optimizer's class, its groups with all scalars, and the parameters without state."""
     names = _names_in(model, optimizer)
     groups = []
@@ -152,7 +167,7 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     return {"class": type(optimizer).__name__, "groups": groups, "without_state": stateless}
 
 
-def restore_groups(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> list[str]:
+def restore_groups(model: nn.Module, optimizer: Optimizer, saved: OptimizerEntry) -> list[str]:
     """Restore the state that an optimizer keeps in its groups; returns warnings.
 
     The learning rate and keys that are no constructor arguments are state and are restored. Hyperparameters
@@ -169,14 +184,7 @@ def restore_groups(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]
             if key == "params" or key in _IMPLEMENTATION or now.get(key) == value:
                 continue
             if key == "lr" or key not in optimizer.defaults:
-                if key in now and isinstance(now[key], int | float) != isinstance(value, int | float):
-                    raise CheckpointError(
-                        f"manifest.json: expected the optimizer's {key} as {now[key]!r}, found {value!r:.40}"
-                    )
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
+                assign(group, key, value)
             else:
                 warnings.append(
                     f"optimizer {key} was {value} when the checkpoint was saved and is {now.get(key)} now: "
@@ -185,12 +193,12 @@ def restore_groups(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]
     return list(dict.fromkeys(warnings))
 
 
-def scaler_state(scaler: Any) -> dict[str, Any] | None:
+def scaler_state(scaler: Any) -> ScalerEntry | None:
     """State of an enabled gradient scaler; None without one, or if it is disabled."""
-    return dict(scaler.state_dict()) if _is_enabled(scaler) else None
+    return scaler.state_dict() if _is_enabled(scaler) else None
 
 
-def restore_scaler(scaler: Any, saved: dict[str, Any] | None) -> list[str]:
+def restore_scaler(scaler: Any, saved: ScalerEntry | None) -> list[str]:
     """Load a scaler's state; returns a warning if only the checkpoint or only this run has a scaler."""
     if saved is not None and _is_enabled(scaler):
         scaler.load_state_dict(saved)
@@ -216,7 +224,7 @@ def _flatten(
             _place(state, name, model_state, name)
     for parameter, entries in (optimizer_state or {"state": {}})["state"].items():
         for key in entries:
-            _place(state, f"optimizer.state.{parameter}.{key}", entries, key)
+            _place(state, f"{OPTIMIZER_STATE}{parameter}.{key}", entries, key)
     return state
 
 
@@ -249,7 +257,7 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _encode(value: Any) -> dict[str, Any]:
+def _encode(value: Any) -> ScalarEntry:
     if isinstance(value, Tensor):
         return {"dtype": _dtype_name(value), "value": value.item()}
     return {"dtype": type(value).__name__, "value": value}
@@ -345,36 +353,31 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
-        self._places: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._layout: object = None
+        self._places: list[Tensor] = []
 
     def pieces(self, pieces: Iterable[Piece]) -> list[Piece]:
         """The pieces with copied tensors."""
         pieces = list(pieces)
-        if [self._key(piece) for piece in pieces] != list(self._places) or any(
-            place.shape != piece.tensor.shape or place.dtype != piece.tensor.dtype
-            for place, piece in zip(self._places.values(), pieces, strict=True)
-        ):
+        layout = [(each.name, each.offsets, each.tensor.shape, each.tensor.dtype) for each in pieces]
+        if layout != self._layout:
             self._allocate(pieces)
+            self._layout = layout
         copies = [
             replace(piece, tensor=place.copy_(piece.tensor.detach(), non_blocking=True))
-            for piece, place in zip(pieces, self._places.values(), strict=True)
+            for piece, place in zip(pieces, self._places, strict=True)
         ]
         if any(piece.tensor.is_cuda for piece in pieces):
             torch.cuda.synchronize()  # the copies are asynchronous
         return copies
 
-    @staticmethod
-    def _key(piece: Piece) -> tuple[str, tuple[int, ...]]:
-        return piece.name, piece.offsets
-
     def _allocate(self, pieces: list[Piece]) -> None:
         """Give every piece a place in a buffer."""
-        self._buffers, self._places = [], {}
-        left = sum(_aligned(piece.tensor.nbytes) for piece in pieces)
+        self._buffers, self._places = [], []
+        sizes = [max(64, -(-piece.tensor.nbytes // 64) * 64) for piece in pieces]  # aligned
         may_pin = pinnable_bytes() if any(piece.tensor.is_cuda for piece in pieces) else 0
-        used = 0
-        for piece in pieces:
-            size = _aligned(piece.tensor.nbytes)
+        left, used = sum(sizes), 0
+        for piece, size in zip(pieces, sizes, strict=True):
             if not self._buffers or used + size > self._buffers[-1].nbytes:
                 room = max(size, min(left, BUFFER_BYTES))
                 pinned = 1 << (room - 1).bit_length()
@@ -382,15 +385,11 @@ class HostBuffers:
                 may_pin -= pinned
                 used = 0
             place = self._buffers[-1][used : used + piece.tensor.nbytes].view(piece.tensor.dtype)
-            self._places[self._key(piece)] = place.view(piece.tensor.shape)
+            self._places.append(place.view(piece.tensor.shape))
             used, left = used + size, left - size
 
 
 BUFFER_BYTES = 1 << 30
-
-
-def _aligned(size: int) -> int:
-    return max(64, -(-size // 64) * 64)
 
 
 def pinnable_bytes() -> int:

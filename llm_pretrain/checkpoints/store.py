@@ -7,7 +7,6 @@ Restoring gives what was saved, bit for bit, or an error. All methods but `commi
 from __future__ import annotations
 
 import copy
-import math
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from llm_pretrain.checkpoints import folders, state
 from llm_pretrain.checkpoints.manifest import (
     MANIFEST_NAME,
+    FileEntry,
     Manifest,
     ResumePoint,
     RunFacts,
@@ -34,7 +34,7 @@ from llm_pretrain.checkpoints.manifest import (
     state_differences,
     write_manifest,
 )
-from llm_pretrain.checkpoints.state import HostBuffers, Piece, held_pieces
+from llm_pretrain.checkpoints.state import HostBuffers, Piece, held_pieces, meta_tensors
 from llm_pretrain.checkpoints.tensor_files import check_finite, read_tensors, write_pieces
 from llm_pretrain.distributed.collectives import Ranks, gather_results, run_on_all_ranks, run_on_rank0
 from llm_pretrain.errors import CheckpointError
@@ -43,8 +43,6 @@ from llm_pretrain.hardware import environment, environment_changes
 
 if TYPE_CHECKING:
     from llm_pretrain.distributed.pipeline import Pipeline
-
-Expected = dict[str, str] | Callable[[int], dict[str, str]]
 
 
 class CheckpointStore:
@@ -83,10 +81,6 @@ class CheckpointStore:
         committed = run_on_rank0(self._ranks, lambda: folders.committed_folders(self.folder), doing)
         return committed.get(max(folders.multiples(committed, self._period, step), default=-1))
 
-    def save(self, model: nn.Module, optimizer: Optimizer, scaler: Any, facts: RunFacts) -> Path:
-        """`stage`, then `write`."""
-        return self.write(self.stage(model, optimizer, scaler, facts))
-
     def stage(
         self,
         model: nn.Module,
@@ -113,7 +107,7 @@ class CheckpointStore:
             content = Manifest(
                 run=copy.deepcopy(facts),
                 environment=environment(_device(model)),
-                tensors=current.describe_tensors(),
+                tensors=state.describe_tensors(current.tensors),
                 tied=current.tied,
                 scalars=current.scalars,
                 optimizer=state.describe_optimizer(model, optimizer),
@@ -150,11 +144,13 @@ class CheckpointStore:
             )
         return path
 
-    def find(self, *, expected: Expected, source: Path | None = None) -> ResumePoint | None:
+    def find(
+        self, *, expected: Callable[[int], dict[str, str]], source: Path | None = None
+    ) -> ResumePoint | None:
         """The newest sound checkpoint, or the one in `source`, after verifying all its files.
 
         Args:
-            expected: The fingerprints that it must have, or a function of its step that returns them.
+            expected: Step to the fingerprints that a checkpoint of it must have.
             source: A checkpoint's folder, to use instead of this store's checkpoints.
 
         Returns:
@@ -168,7 +164,7 @@ class CheckpointStore:
         for path, step in self._candidates(source):
             content, problems = self._verify(path, step)
             if content is not None and not problems:
-                wanted = expected(content.run.step) if callable(expected) else expected
+                wanted = expected(content.run.step)
                 if differences := fingerprint_differences(content.run.fingerprints, wanted):
                     raise mismatch(path, differences)
                 warnings = [f"checkpoint {text}; passed over for an older one" for text in damaged]
@@ -176,10 +172,10 @@ class CheckpointStore:
             damaged.append(f"{path} is damaged: {'; '.join(problems)}")
             self._unsound.update([] if step is None else [step])
         if damaged:
-            raise _shared(
+            raise CheckpointError(
                 f"{'; '.join(damaged)}; no sound checkpoint is left to continue from: bring one back, or "
                 "start in another folder"
-            )
+            ).of_all_ranks()
         return None
 
     def load(
@@ -219,7 +215,7 @@ class CheckpointStore:
 
         def apply() -> list[str]:
             for name in target.places:
-                target.set_scalar(name, content.scalars[name]["value"])
+                state.assign(*target.places[name], content.scalars[name]["value"])
             state.apply_state(model, optimizer, target)
             return [
                 *environment_changes(content.environment, _device(model)),
@@ -228,21 +224,6 @@ class CheckpointStore:
             ]
 
         found.warnings.extend(run_on_all_ranks(ranks, apply, doing))
-
-    def restore(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scaler: Any,
-        *,
-        expected: Expected,
-        source: Path | None = None,
-    ) -> ResumePoint | None:
-        """`find`, then `load`; returns None if there is no committed checkpoint."""
-        found = self.find(expected=expected, source=source)
-        if found is not None:
-            self.load(found, model, optimizer, scaler)
-        return found
 
     def _candidates(self, source: Path | None) -> list[tuple[Path, int | None]]:
         """(folder, step in its name) of each checkpoint to try, in order."""
@@ -292,7 +273,7 @@ def _whole(content: Manifest, pipeline: Pipeline | None) -> Manifest:
 
 def _described(target: state.TrainingState, pipeline: Pipeline | None) -> dict[str, str]:
     """What there is to load into, by name; of all stages of a pipeline (collective)."""
-    described = describe(target.describe_tensors(), target.scalars, target.tied)
+    described = describe(state.describe_tensors(target.tensors), target.scalars, target.tied)
     return described if pipeline is None else pipeline.merged(described)
 
 
@@ -309,17 +290,11 @@ def _check_source(source: Path) -> None:
     raise CheckpointError(f"{source}: expected a checkpoint with a {MANIFEST_NAME}, found none{hint}")
 
 
-def _shared(message: str) -> CheckpointError:
-    error = CheckpointError(message)
-    error.shared = True
-    return error
-
-
 def _device(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-Share = tuple[dict[str, dict[str, Any]], int]
+Share = tuple[dict[str, FileEntry], int]
 """The files that a rank wrote, with sizes and digests, and the sum of its pieces' `corners`."""
 
 
@@ -338,16 +313,12 @@ class Staged:
     @property
     def bytes(self) -> int:
         """Size of all tensors, over all ranks."""
-        sizes = self.content.tensors.values()
-        return sum(math.prod(each["shape"]) * getattr(torch, each["dtype"]).itemsize for each in sizes)
+        return sum(tensor.nbytes for tensor in meta_tensors(self.content.tensors).values())
 
     def corners(self) -> int:
         """What the `corners` of all ranks' pieces add up to."""
-        total = 0
-        for name, each in self.content.tensors.items():
-            whole = torch.empty(each["shape"], dtype=getattr(torch, each["dtype"]), device="meta")
-            total += Piece(name, whole, (0,) * whole.dim()).corners()
-        return total
+        tensors = meta_tensors(self.content.tensors)
+        return sum(Piece(name, whole, (0,) * whole.dim()).corners() for name, whole in tensors.items())
 
 
 def write_staged(staged: Staged, parent: Path, ranks: Ranks, check: Callable[[], None]) -> Path:

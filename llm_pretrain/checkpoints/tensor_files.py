@@ -19,10 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from llm_pretrain.checkpoints.manifest import FileEntry
 from llm_pretrain.checkpoints.state import Piece
 from llm_pretrain.distributed.collectives import one_line
 from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError, DivergedError
+from llm_pretrain.files import naming
 
 BYTES_PER_FILE = 256 << 20
 """Approximate size of the files that a rank writes; ranks share the work of verifying them."""
@@ -44,7 +46,7 @@ _DTYPES = {
 }
 
 
-def write_pieces(pieces: list[Piece], folder: Path, *, rank: int) -> dict[str, dict[str, Any]]:
+def write_pieces(pieces: list[Piece], folder: Path, *, rank: int) -> dict[str, FileEntry]:
     """Write and fsync this rank's pieces into `folder`; returns its files' sizes and digests.
 
     Raises:
@@ -72,13 +74,13 @@ def _files_of(pieces: list[Piece]) -> Iterator[list[Piece]]:
         yield content
 
 
-def _write_file(file: Path, pieces: list[Piece]) -> dict[str, Any]:
+def _write_file(file: Path, pieces: list[Piece]) -> FileEntry:
     offsets = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in pieces}
     metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), **_FORMAT}
     return write_safetensors(file, {piece.name: piece.tensor for piece in pieces}, metadata)
 
 
-def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Any]:
+def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> FileEntry:
     """Write and fsync one file; returns its size and digest.
 
     Raises:
@@ -86,17 +88,13 @@ def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str
         OSError: naming the file.
     """
     digest, size = hashlib.sha256(), 0
-    try:
-        with file.open("wb") as stream:
-            for chunk in _chunks(tensors, metadata):
-                digest.update(chunk)
-                stream.write(chunk)
-                size += len(chunk)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        error.filename = error.filename or str(file)
-        raise
+    with naming(file), file.open("wb") as stream:
+        for chunk in _chunks(tensors, metadata):
+            digest.update(chunk)
+            stream.write(chunk)
+            size += len(chunk)
+        stream.flush()
+        os.fsync(stream.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 

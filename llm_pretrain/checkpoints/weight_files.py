@@ -26,7 +26,7 @@ from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.distributed.initial_values import runs
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.export.huggingface import DiskTensor, disk_dtype, disk_layout, rounded
-from llm_pretrain.files import write_text
+from llm_pretrain.files import naming, write_text
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
@@ -63,6 +63,8 @@ class WeightFiles:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype):
+        from huggingface_hub import split_state_dict_into_shards_factory
+
         self._dtype = dtype
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         layout = {each.name: each for each in disk_layout(self._shapes, config)}
@@ -73,27 +75,26 @@ class WeightFiles:
         self._headers: dict[str, tuple[bytes, int]] = {}
         self._places: dict[str, list[_Place]] = {}
         self._index: dict[str, Any] | None = None
-        shards = _shards(described)
-        for number, shard in enumerate(shards, start=1):
-            file = "model.safetensors"
-            if len(shards) > 1:
-                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        split = split_state_dict_into_shards_factory(
+            described,
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=MAX_SHARD_BYTES,
+        )
+        for file, names in split.filename_to_tensors.items():
+            shard = {name: described[name] for name in names}
             header, begins = safetensors_header(shard, {"format": "pt"})
             self._headers[file] = header, len(header) + sum(each.nbytes for each in shard.values())
             for name, begin in begins.items():
                 place = _Place(layout[name], file, described[name].dtype, begin)
                 self._places.setdefault(place.tensor.source, []).append(place)
-        if len(shards) > 1:
-            of_name = {
-                name: file for file, shard in zip(self._headers, shards, strict=True) for name in shard
-            }
-            total = sum(tensor.nbytes for tensor in described.values())
-            self._index = {"metadata": {"total_size": total}, "weight_map": of_name}
+        if split.is_sharded:
+            self._index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
 
     def create(self, folder: Path) -> None:
         """Make the files in their full size, of zeros behind their headers; on one rank, before `write`."""
         for file, (header, size) in self._headers.items():
-            with open(folder / file, "wb", buffering=0) as stream, _naming(stream):
+            with open(folder / file, "wb", buffering=0) as stream, naming(stream.name):
                 stream.write(header)
                 stream.truncate(size)
                 os.fsync(stream.fileno())
@@ -126,7 +127,7 @@ class WeightFiles:
                             self._write(opened[place.file], place, part, at)
                             covered += place.cover(at, at + len(part))
             for stream in opened.values():
-                with _naming(stream):
+                with naming(stream.name):
                     os.fsync(stream.fileno())
         return covered % _SUMS
 
@@ -136,7 +137,7 @@ class WeightFiles:
         for chunk in values.detach().split(max(1, CHUNK_BYTES // values.element_size())):
             scaled = chunk if place.tensor.factor == 1 else chunk * place.tensor.factor
             data = rounded(place.tensor.name, scaled, self._dtype).view(torch.uint8).numpy().data
-            with _naming(stream), _locked(stream, position, len(data)):
+            with naming(stream.name), _locked(stream, position, len(data)):
                 while data:
                     written = os.pwrite(stream.fileno(), data, position)
                     data, position = data[written:], position + written
@@ -183,26 +184,3 @@ def _locked(stream: FileIO, begin: int, size: int) -> Iterator[None]:
         yield
     finally:
         fcntl.lockf(stream, fcntl.LOCK_UN, size, begin)
-
-
-@contextmanager
-def _naming(stream: FileIO) -> Iterator[None]:
-    """Have an OSError name the file."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or stream.name
-        raise
-
-
-def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The tensors of each file."""
-    shards: list[dict[str, Tensor]] = [{}]
-    room = MAX_SHARD_BYTES
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room and shards[-1]:
-            shards.append({})
-            room = MAX_SHARD_BYTES
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    return shards

@@ -8,16 +8,16 @@ import logging
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from llm_pretrain.checkpoints import folders, state
-from llm_pretrain.checkpoints.manifest import Manifest
-from llm_pretrain.checkpoints.state import Piece, held_pieces
+from llm_pretrain.checkpoints.manifest import OPTIMIZER_STATE, Manifest
+from llm_pretrain.checkpoints.state import Piece, describe_tensors, held_pieces, meta_tensors
 from llm_pretrain.checkpoints.weight_files import INDEX_FILE, WeightFiles
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.distributed.collectives import ONE_RANK, Ranks, gather_results, run_on_rank0
@@ -29,7 +29,7 @@ from llm_pretrain.files import (
     MARKER,
     fsync_file,
     make_folder,
-    read_json,
+    object_or_empty,
     read_marker,
     write_marker,
     write_text,
@@ -46,9 +46,6 @@ _TOKENIZER_SUFFIXES = {".json", ".model", ".txt", ".jinja", ".tiktoken"}
 BEST_FILE = "best.json"
 """In `best/`: `{"step": …, "eval/loss": …}`."""
 _OWN_FILES = {"config.json", "generation_config.json", INDEX_FILE, BEST_FILE, MARKER}
-
-OPTIMIZER_STATE = "optimizer.state."
-"""First characters of the names of an optimizer's tensors in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +74,7 @@ def saved_names(content: Manifest, *, average: bool) -> dict[str, str]:
 def weights_in(content: Manifest, pieces: Iterable[Piece]) -> HeldWeights:
     """The weights among the pieces of a checkpoint, the parameters' averages (EMA) if it has them."""
     names = saved_names(content, average=True)
-    described = {name: content.tensors[saved] for name, saved in names.items()}
-    with torch.device("meta"):
-        tensors = {
-            name: torch.empty(each["shape"], dtype=getattr(torch, each["dtype"]))
-            for name, each in described.items()
-        }
+    tensors = meta_tensors({name: content.tensors[saved] for name, saved in names.items()})
     own = {saved: name for name, saved in reversed(names.items())}  # of tied ones the first name
     return HeldWeights(tensors, (replace(each, name=own[each.name]) for each in pieces if each.name in own))
 
@@ -93,11 +85,7 @@ def model_weights(model: nn.Module, ranks: Ranks = ONE_RANK, pipeline: Pipeline 
     tensors = module.state_dict()
     pieces = held_pieces(tensors, rank=ranks.rank, world_size=ranks.world_size, pipeline=pipeline)
     if pipeline is not None:  # collective
-        described = {name: (list(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-        tensors = {
-            name: torch.empty(shape, dtype=dtype, device="meta")
-            for name, (shape, dtype) in pipeline.merged(described).items()
-        }
+        tensors = meta_tensors(pipeline.merged(describe_tensors(tensors)))
     return HeldWeights(tensors, pieces)
 
 
@@ -215,11 +203,7 @@ def best_step(folder: Path) -> int | None:
     best = folders.best_folder(folder)
     if best is None:
         return None
-    try:
-        content = read_json(best / BEST_FILE)
-    except (OSError, ValueError, RecursionError):
-        return None
-    step = content.get("step") if isinstance(content, dict) else None
+    step = object_or_empty(best / BEST_FILE).get("step")
     return step if isinstance(step, int) else None
 
 
@@ -242,17 +226,12 @@ def _generation_config(
 ) -> dict[str, Any]:
     """Content of generation_config.json; text ends at EOS, or at the end of a chat turn."""
     known: dict[str, Any] = {name: value for name, value in token_ids.items() if value is not None}
-    end, end_of_turn = token_ids.get("eos_token_id"), _end_of_turn_id(tokenizer_folder)
+    end, end_of_turn = token_ids.get("eos_token_id"), None
+    with suppress(DataError, KeyError, TypeError, AttributeError):  # weights are written all the same
+        end_of_turn = end_of_turn_id(tokenizer_folder)
     if end is not None and end_of_turn not in (None, end):
         known["eos_token_id"] = [end, end_of_turn]
     return {**known, "do_sample": True, "max_new_tokens": sequence_length}
-
-
-def _end_of_turn_id(tokenizer_folder: Path) -> int | None:
-    try:
-        return end_of_turn_id(tokenizer_folder)
-    except (DataError, KeyError, TypeError, AttributeError):
-        return None  # a damaged tokenizer does not prevent writing the weights
 
 
 def copy_tokenizer(source: Path, target: Path, digests: Mapping[str, str] | None = None) -> None:
@@ -296,9 +275,6 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     write_text(file, json.dumps(content, indent=2) + "\n")
 
 
-_ALSO_COPIED = ("generation_config.json", "README.md")
-
-
 def convert_weights(
     source: Path, output: Path, dtype: str, *, check: Callable[[], None] = lambda: None
 ) -> None:
@@ -323,7 +299,7 @@ def convert_weights(
     def complete(path: Path) -> None:
         write_json(path / "config.json", config)
         copy_tokenizer(source, path)
-        for name in _ALSO_COPIED:
+        for name in ("generation_config.json", "README.md"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, path / name)
         _list_files(path)

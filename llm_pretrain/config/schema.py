@@ -10,7 +10,7 @@ import re
 import textwrap
 import types
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from llm_pretrain.errors import printable
 
@@ -135,6 +135,13 @@ def matches_type(kind: Any, value: object) -> bool:
         key, inner = get_args(kind)
         return isinstance(value, dict) and all(
             matches_type(key, name) and matches_type(inner, each) for name, each in value.items()
+        )
+    if is_typeddict(kind):
+        kinds = get_type_hints(kind)
+        return (
+            isinstance(value, dict)
+            and value.keys() == kinds.keys()
+            and all(matches_type(kinds[name], each) for name, each in value.items())
         )
     if kind in (int, float):
         is_int = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63

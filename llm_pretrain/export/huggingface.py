@@ -216,19 +216,19 @@ def to_huggingface(state: Mapping[str, Tensor], model: ModelConfig, dtype: torch
     return {each.name: rounded(each.name, each.of(state[each.source]), dtype) for each in layout}
 
 
-def read_config(folder: str | Path) -> dict:
-    """A weights folder's `config.json`; CheckpointError if it is missing or broken."""
-    path = Path(folder) / "config.json"
+def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:
+    """A weights folder's `config.json`, or another JSON file; CheckpointError if it is missing or broken."""
+    path = Path(folder) / name
     if not path.exists():
         raise CheckpointError(
-            f"{path}: expected a weights folder's config.json, found none; "
+            f"{path}: expected a weights folder's {name}, found none; "
             "name a folder such as RUN/weights/step-00000100"
         )
     try:
         content = read_json(path)
     except (OSError, ValueError, RecursionError) as error:
         found = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"{path}: expected a weights folder's config.json, found: {found}") from error
+        raise CheckpointError(f"{path}: expected a weights folder's {name}, found: {found}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.loading import validate
+from llm_pretrain.config.tree import Config, TrainingConfig
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.launch.checks import accelerate_problems, unsupported_settings
 from llm_pretrain.launch.jobs import Machine
-
-if TYPE_CHECKING:
-    from llm_pretrain.config.tree import Config
 
 
 def read_accelerate_file(path: Path) -> tuple[dict[str, Any], str]:
@@ -50,8 +50,6 @@ _LOADER_KEYS = {
     "dataloader_config",
 }
 _ACCUMULATION_KEYS = {"gradient_accumulation_steps", "gradient_accumulation_plugin", "sync_with_dataloader"}
-_SHARDED = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
-_PRECISIONS = {"no": "fp32"}
 
 
 def accelerate_surprises(
@@ -67,9 +65,48 @@ def accelerate_surprises(
     """
     yield from _spelling(settings, text)
     yield from _processes(settings, machine)
-    yield from _strategy(settings, config)
-    if config is not None:
-        yield from _against(settings, config)
+    launched, count = _variables(settings), _count(settings) or 1
+    if config is None:
+        strategy = "fsdp" if _kind(settings) == "FSDP" else "ddp"
+        config = Config(
+            training=TrainingConfig(activation_checkpointing=True),
+            distributed=DistributedConfig(strategy=strategy),
+        )
+        problems = unsupported_settings(config, launched)
+    else:
+        if wrong := validate(config, count, needs_data=False):
+            yield from (f"with num_processes: {count}, {problem}; do change one of them" for problem in wrong)
+            return
+        problems = accelerate_problems(config, config.gradient_accumulation_steps(count), launched)
+    yield from (f"{problem}, and the run stops; do make them agree" for problem in problems)
+
+
+def _variables(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that `accelerate launch` sets for the script by a file."""
+    kind, count = _kind(settings), _count(settings) or 1
+    backend = _section(settings, "dynamo_config").get("dynamo_backend") or settings.get("dynamo_backend")
+    found = {
+        "WORLD_SIZE": count,
+        "ACCELERATE_MIXED_PRECISION": settings.get("mixed_precision") or "no",
+        "ACCELERATE_DYNAMO_BACKEND": backend or "no",
+        "ACCELERATE_USE_CPU": settings.get("use_cpu"),
+        "ACCELERATE_USE_FSDP": kind == "FSDP",
+        "ACCELERATE_USE_DEEPSPEED": kind == "DEEPSPEED",
+        "ACCELERATE_USE_MEGATRON_LM": kind == "MEGATRON_LM",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": bool(settings.get("parallelism_config")),
+    }
+    both = _section(settings, "fsdp_config") | _section(settings, "parallelism_config")
+    found |= {key.upper(): value for key, value in both.items()}
+    for key, value in _section(settings, "deepspeed_config").items():
+        name = key if key.startswith(("gradient_", "deepspeed_")) else f"deepspeed_{key}"
+        found[f"ACCELERATE_{name.upper()}"] = value
+    return {name: str(value).lower() for name, value in found.items()}
+
+
+def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section of a file; empty where it is none."""
+    found = settings.get(name)
+    return {str(key): value for key, value in found.items()} if isinstance(found, Mapping) else {}
 
 
 def _spelling(settings: Mapping[str, Any], text: str) -> Iterator[str]:
@@ -86,18 +123,10 @@ def _spelling(settings: Mapping[str, Any], text: str) -> Iterator[str]:
     if settings.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         found = settings["compute_environment"]
         yield f"compute_environment: {found} is launched elsewhere than here; do set LOCAL_MACHINE"
-    backend = _dynamo(settings)
-    if backend not in ("NO", ""):
-        yield (
-            f"dynamo_backend: {backend} compiles the model on this path alone, and its bits are no longer "
-            "torchrun's; do set NO"
-        )
 
 
-def _dynamo(settings: Mapping[str, Any]) -> str:
-    options = settings.get("dynamo_config")
-    value = options.get("dynamo_backend", "NO") if isinstance(options, Mapping) else None
-    return str(value if value is not None else settings.get("dynamo_backend") or "NO").upper()
+def _kind(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("distributed_type", "NO")).upper()
 
 
 def _count(settings: Mapping[str, Any]) -> int | None:
@@ -107,7 +136,7 @@ def _count(settings: Mapping[str, Any]) -> int | None:
 
 def _processes(settings: Mapping[str, Any], machine: Machine) -> Iterator[str]:
     """Number of processes that the file really starts (accelerate#2741)."""
-    kind, count = str(settings.get("distributed_type", "NO")).upper(), _count(settings)
+    kind, count = _kind(settings), _count(settings)
     on_cpu = machine.gpus == 0
     works = "distributed_type: MULTI_GPU with use_cpu: true, as configs/accelerate/cpu2.yaml does"
     if kind == "MULTI_CPU":
@@ -131,50 +160,3 @@ def _processes(settings: Mapping[str, Any], machine: Machine) -> Iterator[str]:
 def _machines(settings: Mapping[str, Any]) -> int:
     value = settings.get("num_machines", 1)
     return value if type(value) is int else 1
-
-
-def _strategy(settings: Mapping[str, Any], config: Config | None) -> Iterator[str]:
-    """FSDP version 1, which the script rejects; strategies that this project does not have."""
-    kind = str(settings.get("distributed_type", "NO")).upper()
-    if kind == "FSDP" and str(_fsdp_version(settings)) != "2":
-        yield (
-            f"fsdp_version: {_fsdp_version(settings)}, Accelerate's default, is not this project's FSDP, "
-            "and the run stops; do set fsdp_version: 2 under fsdp_config"
-        )
-    elif kind == "MEGATRON_LM":
-        yield "distributed_type: MEGATRON_LM takes a model of its own; do set MULTI_GPU"
-    strategy = config.distributed.strategy if config else None
-    if strategy and kind in _SHARDED and _SHARDED[kind] != strategy:
-        yield (
-            f"distributed_type: {kind} against distributed.strategy: {strategy}, and the run stops; do make "
-            "them agree"
-        )
-
-
-def _fsdp_version(settings: Mapping[str, Any]) -> Any:
-    options = settings.get("fsdp_config")
-    return options.get("fsdp_version", options.get("version", 1)) if isinstance(options, Mapping) else 1
-
-
-def _against(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Contradictions to the run's configuration, which takes precedence."""
-    precision, launched = config.training.precision, str(settings.get("mixed_precision") or "no").lower()
-    if launched not in ("no", "false", precision):
-        yield (
-            f"mixed_precision: {launched} against training.precision: {precision}, and the run stops; do set "
-            f"{'no' if precision == 'fp32' else precision}"
-        )
-    count = _count(settings) or 1
-    problems = validate(config, count, needs_data=False)
-    for problem in problems:
-        yield f"with num_processes: {count}, {problem}; do change one of them"
-    options = settings.get("deepspeed_config")
-    given = options.get("gradient_accumulation_steps") if isinstance(options, Mapping) else None
-    if type(given) is int and not problems:
-        derived = config.gradient_accumulation_steps(count)
-        if given not in (1, derived):
-            yield (
-                f"gradient_accumulation_steps: {given} against the {derived} that training.global_batch_size "
-                f"{config.training.global_batch_size} makes of {count} processes, and the run stops; do set "
-                f"{derived}"
-            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def _check_elastic() -> None:
         return
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nnodes", default=os.environ.get("PET_NNODES", "1"))
-    nodes = parser.parse_known_args(_parents_command())[0].nnodes
+    nodes = parser.parse_known_args(parents_command())[0].nnodes
     fewest, _, most = nodes.partition(":")
     if most not in ("", fewest):
         raise ConfigError(
@@ -93,7 +93,7 @@ def _check_elastic() -> None:
         )
 
 
-def _parents_command() -> list[str]:
+def parents_command() -> list[str]:
     """The words with which the parent process was started; none if it is another user's."""
     try:
         parent = psutil.Process().parent()
@@ -104,7 +104,7 @@ def _parents_command() -> list[str]:
 
 def accelerate_launch_arguments() -> list[str]:
     """Arguments of the parent process if it is `accelerate launch`, else an empty list."""
-    command = _parents_command()
+    command = parents_command()
     for index, word in enumerate(command):
         if word == "launch" and "accelerate" in " ".join(command[:index]):
             return command[index + 1 :]
@@ -161,22 +161,8 @@ def check_accelerate_settings(config: Config, accumulation_steps: int) -> None:
     Raises:
         ConfigError: every disagreement, with both values.
     """
-    getenv, precision = os.environ.get, config.training.precision
-    problems = []
-    launched = getenv("ACCELERATE_MIXED_PRECISION", "no")
-    if launched not in ("no", precision):
-        problems.append(f"training.precision: {precision}, but accelerate's mixed_precision is {launched}")
-    launched = getenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if launched not in ("1", "auto", str(accumulation_steps)):
-        problems.append(
-            f"training.global_batch_size: makes {accumulation_steps} accumulation steps, but accelerate's "
-            f"gradient_accumulation_steps is {launched}"
-        )
     strategy = config.distributed.strategy
-    for other, variable in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
-        if _is_on(variable) and other != strategy:
-            problems.append(f"distributed.strategy: {strategy}, but accelerate runs {other}")
-    if (stages := config.distributed.mesh(int(getenv("WORLD_SIZE") or 1)).pp) > 1:
+    if (stages := config.distributed.mesh(int(os.environ.get("WORLD_SIZE") or 1)).pp) > 1:
         raise ConfigError(
             f"distributed.pp_size: expected 1 with accelerate, found {stages}, which train_pretrain.py runs; "
             "start that with torchrun"
@@ -186,11 +172,30 @@ def check_accelerate_settings(config: Config, accumulation_steps: int) -> None:
             f"distributed.strategy: {strategy}, but Accelerate has set up {earlier} in this process "
             "before, which cannot be changed; restart the notebook's kernel"
         )
-    problems += _unsupported_settings(config)
-    if strategy == "deepspeed":
-        problems += _zero_problems(config)
-    if problems:
+    if problems := [*accelerate_problems(config, accumulation_steps, os.environ)]:
         raise ConfigError(*(f"{problem}; make them agree" for problem in problems))
+
+
+def accelerate_problems(
+    config: Config, accumulation_steps: int, launched: Mapping[str, str]
+) -> Iterator[str]:
+    """Each disagreement of the configuration and the variables that `accelerate launch` sets."""
+    precision, strategy = config.training.precision, config.distributed.strategy
+    given = launched.get("ACCELERATE_MIXED_PRECISION", "no")
+    if given not in ("no", precision):
+        yield f"training.precision: {precision}, but accelerate's mixed_precision is {given}"
+    given = launched.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if given not in ("1", "auto", str(accumulation_steps)):
+        yield (
+            f"training.global_batch_size: makes {accumulation_steps} accumulation steps, but accelerate's "
+            f"gradient_accumulation_steps is {given}"
+        )
+    for other, variable in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
+        if _is_on(launched, variable) and other != strategy:
+            yield f"distributed.strategy: {strategy}, but accelerate runs {other}"
+    yield from unsupported_settings(config, launched)
+    if strategy == "deepspeed":
+        yield from _zero_problems(config, launched)
 
 
 def _earlier_strategy() -> str | None:
@@ -203,81 +208,80 @@ def _earlier_strategy() -> str | None:
     return "deepspeed" if kind.value == "DEEPSPEED" else "ddp or fsdp"
 
 
-def _unsupported_settings(config: Config) -> Iterator[str]:
+def unsupported_settings(config: Config, launched: Mapping[str, str]) -> Iterator[str]:
     """Settings of accelerate that change the model and that no field of the configuration corresponds to.
 
     A model compiled by accelerate sums in another order than the other script's, and a model that needs
     offloading to fit would run out of memory.
     """
-    getenv = os.environ.get
-    if (backend := getenv("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
+    if (backend := launched.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
         yield f"training.compile: compiles the model, but accelerate's dynamo_backend is {backend}, not no"
-    if device := getenv("ACCELERATE_TORCH_DEVICE"):
+    if device := launched.get("ACCELERATE_TORCH_DEVICE"):
         yield f"launch: runs on the machine's GPU or else its CPU, but ACCELERATE_TORCH_DEVICE is {device}"
-    if _is_on("ACCELERATE_USE_MEGATRON_LM"):
+    if _is_on(launched, "ACCELERATE_USE_MEGATRON_LM"):
         yield f"distributed.strategy: {config.distributed.strategy}, but accelerate's use_megatron_lm is true"
-    if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        yield from _mesh_problems(config)
-    if not _is_on("ACCELERATE_USE_FSDP"):
+    if _is_on(launched, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        yield from _mesh_problems(config, launched)
+    if not _is_on(launched, "ACCELERATE_USE_FSDP"):
         return
-    if config.distributed.strategy == "fsdp" and (version := getenv("FSDP_VERSION", "1")) != "2":
+    if config.distributed.strategy == "fsdp" and (version := launched.get("FSDP_VERSION", "1")) != "2":
         yield (
             f"distributed.strategy: fsdp is FSDP version 2, but accelerate runs fsdp_version {version} (set "
             "fsdp_version: 2 under fsdp_config, as configs/accelerate/fsdp2.yaml does)"
         )
-    if _is_on("FSDP_OFFLOAD_PARAMS"):
+    if _is_on(launched, "FSDP_OFFLOAD_PARAMS"):
         yield ("distributed.strategy: fsdp does not offload, but accelerate's fsdp_offload_params is true")
-    if _is_on("FSDP_ACTIVATION_CHECKPOINTING") and not config.training.activation_checkpointing:
+    if _is_on(launched, "FSDP_ACTIVATION_CHECKPOINTING") and not config.training.activation_checkpointing:
         yield (
             "training.activation_checkpointing: false, but accelerate's fsdp_activation_checkpointing is true"
         )
 
 
-def _mesh_problems(config: Config) -> Iterator[str]:
+def _mesh_problems(config: Config, launched: Mapping[str, str]) -> Iterator[str]:
     """Differences between the mesh that was launched and the configured one."""
-    if not config.distributed.mesh(int(os.environ.get("WORLD_SIZE") or 1)).is_data_parallel:
+    world_size = int(launched.get("WORLD_SIZE") or 1)
+    if not config.distributed.mesh(world_size).is_data_parallel:
         yield "distributed.cp_size, tp_size: not accelerate's, but its use_parallelism_config is true"
         return
-    replicas = config.distributed.dp_replicate_size
-    shards = config.distributed.shard_size(int(os.environ.get("WORLD_SIZE") or 1))
+    replicas, shards = config.distributed.dp_replicate_size, config.distributed.shard_size(world_size)
     if replicas == 1:
         yield "distributed.dp_replicate_size: 1, but accelerate's use_parallelism_config is true"
         return
     own = {"dp_replicate_size": replicas, "dp_shard_size": shards}
     for name in (*own, "tp_size", "cp_size", "sp_size"):
-        launched = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")
-        if launched not in ("1", str(own.get(name, 1))):
+        given = launched.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")
+        if given not in ("1", str(own.get(name, 1))):
             ours = f"distributed.{name}: {own[name]}" if name in own else f"launch: {name} is not supported"
-            yield f"{ours}, but accelerate's parallelism_config has {launched}"
+            yield f"{ours}, but accelerate's parallelism_config has {given}"
 
 
-def _zero_problems(config: Config) -> Iterator[str]:
+def _zero_problems(config: Config, launched: Mapping[str, str]) -> Iterator[str]:
     """Differences between the ZeRO that was launched and the one that the configuration describes.
 
     Unsupported settings (offloading, a DeepSpeed configuration file) would silently apply or be dropped.
     """
-    getenv, zero_stage = os.environ.get, config.distributed.zero_stage
-    if _is_on("ACCELERATE_USE_CPU"):  # as cpu2.yaml says
+    zero_stage, max_norm = config.distributed.zero_stage, config.training.max_grad_norm
+    if _is_on(launched, "ACCELERATE_USE_CPU"):  # as cpu2.yaml says
         yield (
             "distributed.strategy: deepspeed, but accelerate's use_cpu is true, which selects ddp "
             "(configs/accelerate/zero2.yaml runs on a CPU too)"
         )
-    launched = getenv("ACCELERATE_DEEPSPEED_ZERO_STAGE")
-    if launched is not None and launched != str(zero_stage or launched):
-        yield f"distributed.zero_stage: {zero_stage}, but accelerate's zero_stage is {launched}"
-    if launched not in (None, "1", "2", "3"):
-        yield f"distributed.zero_stage: 1, 2 or 3, but accelerate's zero_stage is {launched}"
-    launched, max_norm = getenv("ACCELERATE_GRADIENT_CLIPPING", "auto"), config.training.max_grad_norm
-    if launched != "auto" and _number(launched) != max_norm:
-        yield f"training.max_grad_norm: {max_norm}, but accelerate's gradient_clipping is {launched}"
+    given = launched.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+    if given is not None and given != str(zero_stage or given):
+        yield f"distributed.zero_stage: {zero_stage}, but accelerate's zero_stage is {given}"
+    if given not in (None, "1", "2", "3"):
+        yield f"distributed.zero_stage: 1, 2 or 3, but accelerate's zero_stage is {given}"
+    given = launched.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
+    if given != "auto" and _number(given) != max_norm:
+        yield f"training.max_grad_norm: {max_norm}, but accelerate's gradient_clipping is {given}"
     for name in _UNSUPPORTED_ZERO:
-        launched = getenv(f"ACCELERATE_DEEPSPEED_{name.removeprefix('deepspeed_').upper()}", "none")
-        if launched != "none":
-            yield f"distributed.strategy: deepspeed does not support {name}, but accelerate's is {launched}"
+        given = launched.get(f"ACCELERATE_DEEPSPEED_{name.removeprefix('deepspeed_').upper()}", "none")
+        if given != "none":
+            yield f"distributed.strategy: deepspeed does not support {name}, but accelerate's is {given}"
 
 
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "false").lower() in ("1", "true", "yes")
+def _is_on(launched: Mapping[str, str], variable: str) -> bool:
+    return launched.get(variable, "false").lower() in ("1", "true", "yes")
 
 
 def _number(text: str) -> float | None:

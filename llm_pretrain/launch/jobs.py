@@ -257,12 +257,11 @@ def _visible_gpus(machine: Machine, gpus: Sequence[int]) -> str:
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Every process of this machine whose command line trains in `folder`, without zombies."""
     found, option = [], ["--run.output_dir", str(folder)]
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            words = process.cmdline()
-            trains_here = any(words[i : i + 2] == option for i in range(len(words)))
-            if trains_here and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or []  # none of another user's process
+        trains_here = any(words[i : i + 2] == option for i in range(len(words)))
+        if trains_here and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from llm_pretrain.config.loading import to_dict, unknown_setting
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, OutputError
-from llm_pretrain.files import check_replaceable, replace_text
+from llm_pretrain.files import plain_json, replace_text
 from llm_pretrain.launch.jobs import PACKAGE_ROOT, SCRIPTS, LaunchContext, Machine
 
 _PACKAGES = ("torch", "accelerate", "transformers", "numpy")
@@ -214,8 +213,6 @@ def create_output(plan: LaunchPlan, arguments: argparse.Namespace, machine: Mach
         raise OutputError(
             f"--output {plan.output}: expected a folder that can be made, found: {error.strerror}"
         ) from error
-    for name in ("parity.json", "chaos.json", "replay.json"):
-        check_replaceable(plan.output / name, b'"llm_pretrain": ')
     return LaunchContext(plan.scripts, machine, arguments.timeout, plan.config.distributed.zero_stage)
 
 
@@ -250,16 +247,7 @@ def call_facts(
 
 def write_result(file: Path, content: Mapping[str, Any]) -> None:
     """Write a result file atomically."""
-    replace_text(file, json.dumps(_finite(content), indent=1, allow_nan=False, default=str) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    """Infinities and NaN as text, since JSON has neither."""
-    if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    replace_text(file, json.dumps(plain_json(content), indent=1, allow_nan=False, default=str) + "\n")
 
 
 def say(line: str) -> None:

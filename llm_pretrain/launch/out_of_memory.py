@@ -35,16 +35,8 @@ _ONEDNN = re.compile(r"could not create a (primitive\b(?! desc)|memory)")
 """oneDNN's error if there is no memory for the code that it generates; it does not name the cause."""
 _ASKED = re.compile(r"(?i)(?:tried to|unable to) allocate ([\d.]+) ?(bytes|[KMGTPE]?i?B)\b")
 _ON_GPU = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
-_UNITS = {
-    "bytes": 1,
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "pib": 2**50,
-    "eib": 2**60,
-}
+_UNITS = "bkmgtpe"
+"""First letters of bytes, KiB, MiB and so on."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -157,8 +149,9 @@ def model_lines(config: Config, world_size: int) -> tuple[str, str]:
 def _explanation(error: Exception, model: str, advice: str) -> str:
     """The line for an out-of-memory error: bytes requested and free, then `model` and `advice`."""
     text = str(error)
-    found = _ASKED.search(text)
-    asked = f"{size_text(_bytes(*found.groups()))} asked for, " if found else ""
+    asked = ""
+    if found := _ASKED.search(text):
+        asked = f"{size_text(float(found[1]) * 1024 ** _UNITS.index(found[2][0].lower()))} asked for, "
     if on_gpu := _ON_GPU.search(text):
         free = f"{on_gpu[2]} of {on_gpu[1]} free on the GPU"
     elif "CUDA" in text or "CUBLAS" in text:
@@ -200,30 +193,19 @@ def _host_bounds(*, per_process: bool = True) -> list[MemoryLimit]:
         per_process: Divide limits that the run's processes on this machine share.
     """
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if per_process else 1
-    machine = psutil.virtual_memory()
-    swap = psutil.swap_memory() if per_process else None
-    bounds = [
-        MemoryLimit(
-            machine.available // sharing,
-            (machine.total + (swap.total if swap else 0)) // sharing,
-            "the machine has for it" if sharing > 1 else "the machine has",
-        )
-    ]
+    machine, has = psutil.virtual_memory(), "the machine has for it" if sharing > 1 else "the machine has"
+    swap = psutil.swap_memory().total if per_process else 0
+    bounds = [MemoryLimit(machine.available // sharing, (machine.total + swap) // sharing, has)]
     limit = _number(_CGROUP / "memory.max")
     if limit is not None:
-        used = _number(_CGROUP / "memory.current") or 0
-        bounds.append(
-            MemoryLimit(max(0, limit - used) // sharing, limit // sharing, "the container may have")
-        )
+        free = max(0, limit - (_number(_CGROUP / "memory.current") or 0))
+        bounds.append(MemoryLimit(free // sharing, limit // sharing, "the container may have"))
     if hasattr(psutil, "RLIMIT_AS"):
         process = psutil.Process()
         limit, _ = process.rlimit(psutil.RLIMIT_AS)
         if limit != psutil.RLIM_INFINITY:
-            bounds.append(
-                MemoryLimit(
-                    max(0, limit - process.memory_info().vms), limit, "the process may have (ulimit -v)"
-                )
-            )
+            free = max(0, limit - process.memory_info().vms)
+            bounds.append(MemoryLimit(free, limit, "the process may have (ulimit -v)"))
     return bounds
 
 
@@ -233,7 +215,3 @@ def _number(file: Path) -> int | None:
         return int(file.read_text())
     except (OSError, ValueError):
         return None
-
-
-def _bytes(number: str, unit: str) -> int:
-    return int(float(number) * _UNITS.get(unit.lower(), 1))

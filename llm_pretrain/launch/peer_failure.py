@@ -61,15 +61,8 @@ def _connection_error(error: BaseException) -> str | None:
     return line if len(line) <= 160 else line[:159] + "…"
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes; torch.distributed.checkpoint keeps those of each rank in `failures`."""
-    seen: set[int] = set()
-    waiting = [error]
-    while waiting:
-        each = waiting.pop(0)
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        yield each
-        inside = [failure for failure, _ in getattr(each, "failures", {}).values()]
-        waiting += [cause for cause in (*inside, each.__cause__, each.__context__) if cause is not None]
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what caused it, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -28,7 +28,12 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError, StuckError
 from llm_pretrain.files import flush_streams, prepare_streams
 from llm_pretrain.hardware import usable_cores
-from llm_pretrain.launch.checks import MASTER_VARIABLES, accelerate_launch_arguments, check_environment
+from llm_pretrain.launch.checks import (
+    MASTER_VARIABLES,
+    accelerate_launch_arguments,
+    check_environment,
+    parents_command,
+)
 from llm_pretrain.launch.out_of_memory import explain_out_of_memory
 from llm_pretrain.launch.peer_failure import COLLECTIVE_TIMEOUTS, peer_failure
 
@@ -199,10 +204,7 @@ def exit_process(exit_code: int) -> None:
     runs while Python unloads its libraries aborts a finished run.
     """
     ignore_stop_signals()  # another one would replace the exit code
-    flush_streams()
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        os._exit(exit_code)
-    sys.exit(exit_code)
+    _leave(exit_code, outright=int(os.environ.get("WORLD_SIZE") or 1) > 1)
 
 
 def _report_and_leave(error: PretrainError, rank: int) -> None:
@@ -247,13 +249,13 @@ def _has_peers() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _leave(exit_code: int) -> None:
-    """Exit; if the process group has other ranks, without clean-up, which would wait for them.
+def _leave(exit_code: int, *, outright: bool = False) -> None:
+    """Exit; `outright` or if the process group has other ranks, without clean-up, which would wait for them.
 
     A single process may be a notebook's kernel, in which `SystemExit` ends the cell and not the kernel.
     """
     flush_streams()
-    if _has_peers():
+    if outright or _has_peers():
         os._exit(exit_code)
     sys.exit(exit_code)
 
@@ -271,35 +273,22 @@ def check_parent_alive() -> None:
         ResourceError: the launcher is gone.
     """
     if sys.platform == "linux" and is_orphan():
-        error = ResourceError(
+        raise ResourceError(
             f"launch: expected the launcher that started this process, found process {os.getppid()} in its "
             "place; the launcher was killed, start it again"
-        )
-        error.shared = True
-        raise error
+        ).of_all_ranks()
 
 
 def is_orphan() -> bool:
     """Whether this process has a launcher's variables and a parent that orphans are reparented to.
 
-    In a container, process 1 may be the launcher itself (a Python program) or a wrapper that the launcher
-    started, which then has the launcher's variables too.
+    In a container, process 1 may be the launcher itself, a Python program.
     """
-    elastic = _ELASTIC in os.environ
-    if not _is_launched(os.environ):
+    words = parents_command() if _is_launched(os.environ) else []
+    if not words:  # also of a parent outside this container
         return False
-    with suppress(psutil.Error):
-        parent = psutil.Process().parent()
-        if parent is None:  # it is outside this container
-            return False
-        words = parent.cmdline()
-        program = os.path.basename(words[0]).split(":")[0] if words else ""  # slurmstepd: [12.0]
-        if "python" in program or (os.getppid() != 1 and program not in _SUBREAPERS):
-            return False
-        with suppress(psutil.AccessDenied):  # of another user, so not a wrapper of this process
-            return not (elastic and _ELASTIC in parent.environ())
-        return True
-    return False
+    program = os.path.basename(words[0]).split(":")[0]  # slurmstepd: [12.0]
+    return "python" not in program and (os.getppid() == 1 or program in _SUBREAPERS)
 
 
 SCHEME = "attempt"

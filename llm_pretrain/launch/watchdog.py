@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import OutputError, StuckError
@@ -37,29 +37,6 @@ LINGER_SECONDS = 3.0
 exit breaks their connections."""
 
 STDERR = 2
-
-
-class HangFolder(Protocol):
-    """The folder of a run."""
-
-    checkpoints: Path
-    weights: Path
-
-    def check(self) -> None:
-        """Raise if the folder is no longer the run's."""
-        ...
-
-    def stacks(self, rank: int) -> Path:
-        """The file for the threads' stacks of a rank that hangs."""
-        ...
-
-
-class HangStatus(Protocol):
-    """The record of a run's failure."""
-
-    def failed(self, error: BaseException) -> None:
-        """Record `error` as the end of the run."""
-        ...
 
 
 class Phase(NamedTuple):
@@ -93,8 +70,8 @@ class Watchdog:
         self.phase = Phase("start")
         self.owner = threading.get_ident()
         self._own_files = Path(f"/proc/self/task/{threading.get_native_id()}")
-        self._folder: HangFolder | None = None
-        self._status: HangStatus | None = None
+        self._folder: Any = None
+        self._status: Any = None
         self._pause = min(timeout_seconds / CHECKS_PER_TIMEOUT, MAX_CHECK_SECONDS)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -108,10 +85,6 @@ class Watchdog:
         self._over.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-
-    def report_to(self, folder: HangFolder, status: HangStatus) -> None:
-        """Write stacks and status into the run's folder from now on."""
-        self._folder, self._status = folder, status
 
     def _watch(self) -> None:
         """Check for heartbeats until the block ends.
@@ -245,10 +218,10 @@ def heartbeat(phase: str | None = None, *, files: bool = False) -> None:
     watchdog.phase = Phase(phase, files) if phase is not None else Phase(*last)
 
 
-def report_hangs_to(folder: HangFolder, status: HangStatus) -> None:
-    """Let the watchdog, if there is one, write stacks and status into the run's folder."""
+def report_hangs_to(folder: Any, status: Any) -> None:
+    """Let the watchdog, if there is one, write stacks and status into the run's `RunFolder` and `Status`."""
     if _current is not None:
-        _current.report_to(folder, status)
+        _current._folder, _current._status = folder, status
 
 
 def current_phase() -> str:

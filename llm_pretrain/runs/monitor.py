@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from contextlib import suppress
 from pathlib import Path
 
-from llm_pretrain.runs.rows import is_training_row
+from llm_pretrain.runs.folder import RUN_FOLDERS
+from llm_pretrain.runs.rows import is_training_row, parse_row
 
-OUTPUT_FOLDERS = ("checkpoints", "weights")
-"""Folders of a run in which `step-N` folders are committed."""
 _SAVE_IN_PROGRESS = re.compile(r"\.step-(\d+)\.tmp-.*")
 _TEMPORARY_FOLDER = re.compile(r"\.(?:step-\d+|best)\.(?:tmp|old|replaced)-.*")
 
@@ -30,7 +28,6 @@ class RunMonitor:
         self._attempts_size = _size(self._attempts)
         self._offset = _size(self._metrics)
         self._old_folders = set(temporary_folders(folder))
-        self._partial = b""
 
     @property
     def has_begun(self) -> bool:
@@ -39,21 +36,16 @@ class RunMonitor:
 
     def update(self) -> None:
         """Read the rows that were appended since the last call."""
-        size = _size(self._metrics)
-        if size < self._offset:  # a resumed run removes a torn last line
-            self._offset, self._partial = size, b""
-        if size == self._offset:
+        self._offset = min(self._offset, _size(self._metrics))  # a resumed run removes a torn last line
+        if not self._metrics.exists():
             return
         with self._metrics.open("rb") as file:
             file.seek(self._offset)
-            written = file.read()
-        self._offset += len(written)
-        *lines, self._partial = (self._partial + written).split(b"\n")
-        for line in lines:
-            with suppress(ValueError, KeyError):
-                row = json.loads(line)
-                if isinstance(row, dict) and is_training_row(row):
-                    self.last_step = row["step"]
+            written = file.read().rpartition(b"\n")
+        self._offset += len(written[0] + written[1])
+        for line in written[0].split(b"\n"):
+            if (row := parse_row(line)) is not None and is_training_row(row):
+                self.last_step = row["step"]
 
     def step_being_saved(self) -> int | None:
         """Step of the folder that the run is writing; None while it writes none."""
@@ -72,7 +64,7 @@ def _size(file: Path) -> int:
 def temporary_folders(folder: Path) -> list[str]:
     """Uncommitted folders of a run, relative to it: `checkpoints/.step-…` and the like."""
     found = []
-    for parent in OUTPUT_FOLDERS:
+    for parent in RUN_FOLDERS:
         with suppress(OSError):
             names = os.listdir(folder / parent)
             found += [f"{parent}/{name}" for name in names if _TEMPORARY_FOLDER.fullmatch(name)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,9 @@ import numpy as np
 
 from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.files import read_json, read_plain
+from llm_pretrain.files import read_json
 from llm_pretrain.runs.replays import read_replays
-from llm_pretrain.runs.rows import MAX_METRICS_BYTES, Row, finite_number, read_metrics, without_lost_work
+from llm_pretrain.runs.rows import Row, finite_number, read_metrics, readable_rows, without_lost_work
 
 _RUN_FILES = ("metrics.jsonl", "status.json", "config.yaml", "attempts.jsonl")
 """A folder with any of these is a run's."""
@@ -94,14 +93,15 @@ def read_run(path: Path, *, metrics: bool = True) -> RunRecord:
     name = run.config.get("run", {}).get("name")
     run.name = name if isinstance(name, str) and name else run.name
     run.status = dict(_read_mapping(path / "status.json", read_json, run.problems))
-    run.attempts = _read_lines(path / "attempts.jsonl", run.problems)
+    run.attempts = [row for _, row in readable_rows(path / "attempts.jsonl", run.problems)]
     run.replays = read_replays(path, run.problems)
     if metrics:
         if (path / "metrics.jsonl").exists():
             starts = attempt_starts(run.attempts, "metrics_bytes")
             run.rows = read_metrics(path / "metrics.jsonl", convert=_compact, starts=starts)
         starts = attempt_starts(run.attempts, "samples_bytes")
-        run.samples = _read_lines(path / "samples.jsonl", run.problems, starts)
+        samples = readable_rows(path / "samples.jsonl", run.problems)
+        run.samples = list(without_lost_work(samples, starts))
     return run
 
 
@@ -179,30 +179,3 @@ def _read_mapping(path: Path, parse: Callable[[Path], Any], problems: list[str])
         problems.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
         return {}
     return content if isinstance(content, Mapping) else {}
-
-
-def _read_lines(path: Path, problems: list[str], starts: Iterable[tuple[int, int]] = ()) -> list[Row]:
-    """The objects of a file of JSON lines. A torn last line is left out; another bad line is a problem.
-
-    `starts` as in `read_metrics`: rows of lost work are left out.
-    """
-    try:
-        lines = read_plain(path, MAX_METRICS_BYTES).split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read: {error.strerror}")
-        return []
-    rows: list[tuple[int, Row]] = []
-    offset = 0
-    for index, line in enumerate(lines[:-1], start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append((offset, row))
-        else:
-            problems.append(f"{path.name}: line {index} is no JSON object and is left out")
-        offset += len(line) + 1
-    return list(without_lost_work(rows, starts))

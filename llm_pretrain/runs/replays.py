@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.files import read_plain
-from llm_pretrain.runs.rows import MAX_METRICS_BYTES, Row
+from llm_pretrain.runs.rows import Row, readable_rows
 
 REPLAYS_FILE = "replays.jsonl"
 HELD = ("identical", "within bound")
@@ -18,25 +17,20 @@ HELD = ("identical", "within bound")
 
 def read_replays(folder: Path, problems: list[str] | None = None) -> list[Row]:
     """The recorded replays of a run, oldest first; each line that is none is added to `problems`."""
-    found = [] if problems is None else problems
+    found = readable_rows(folder / REPLAYS_FILE, [] if problems is None else problems, _parse, "a replay")
+    return [replay for _, replay in found]
+
+
+def _parse(line: bytes) -> Row | None:
+    """The replay in a line; None where it is none."""
     try:
-        lines = read_plain(folder / REPLAYS_FILE, MAX_METRICS_BYTES).splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        found.append(f"{REPLAYS_FILE} cannot be read: {error.strerror or error}")
-        return []
-    replays = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            replay = json.loads(line)
-            if not all(0 <= each["start"] < each["end"] and each["verdict"] for each in replay["segments"]):
-                raise ValueError
-            time.gmtime(replay["time"])  # verify shows it
-            replays.append(replay)
-        except (ValueError, TypeError, KeyError, OverflowError, OSError, RecursionError):
-            found.append(f"{REPLAYS_FILE}: line {number}: expected a replay, found {line[:40]!r}")
-    return replays
+        replay = json.loads(line)
+        time.gmtime(replay["time"])  # verify shows it
+        segments = replay["segments"]
+        is_sound = all(0 <= each["start"] < each["end"] and each["verdict"] for each in segments)
+    except (ValueError, TypeError, KeyError, OverflowError, OSError, RecursionError):
+        return None
+    return replay if is_sound else None
 
 
 def replay_differences(replays: Iterable[Mapping[str, Any]]) -> list[Row]:

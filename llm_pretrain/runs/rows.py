@@ -8,12 +8,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from llm_pretrain.errors import CheckpointError, OutputError
-from llm_pretrain.files import fsync_folder, make_folder, read_plain
+from llm_pretrain.files import fsync_folder, make_folder, plain_json, read_plain
 
 Row = dict[str, Any]
 
@@ -44,10 +44,8 @@ class MetricsWriter:
         self.resume_step = resume_step
         try:
             make_folder(self.path.parent)
-            is_new = not self.path.exists()
             self.path.touch()
-            if is_new:
-                fsync_folder(self.path.parent)
+            fsync_folder(self.path.parent)
             _cut_torn_end(self.path)
             self._file = self.path.open("ab")
         except OSError as error:
@@ -66,7 +64,7 @@ class MetricsWriter:
         step = row.get("step")
         if not isinstance(step, int) or step < (self.resume_step or 0):
             raise ValueError(f"a row's step must be an integer from {self.resume_step or 0} on, got {step!r}")
-        line = json.dumps(_plain(row), allow_nan=False) + "\n"
+        line = json.dumps(plain_json(row), allow_nan=False) + "\n"
         try:
             self._file.write(line.encode())
             self._file.flush()
@@ -97,10 +95,7 @@ class MetricsWriter:
         if self._file.closed:
             return
         try:
-            self._file.flush()
             self.sync()
-        except OSError as error:
-            raise OutputError(f"{self.path}: cannot be completed: {error.strerror}") from error
         finally:
             with suppress(OSError):  # closing retries the write that failed
                 self._file.close()
@@ -108,9 +103,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -190,6 +183,43 @@ def _placed_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         offset += len(line) + 1
 
 
+def parse_row(line: bytes) -> Row | None:
+    """The row in a line; None where it is no JSON object with a step."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if isinstance(step, int) and abs(step) < 1 << 63 else None
+
+
+def readable_rows(
+    path: Path,
+    problems: list[str],
+    parse: Callable[[bytes], Row | None] = parse_row,
+    expected: str = "a JSON object with a step",
+) -> list[tuple[int, Row]]:
+    """(offset in bytes, row) of each whole line, of which `parse` makes a row; none without a file.
+
+    A line that is no row is left out and added to `problems`, as is a file that cannot be read.
+    """
+    try:
+        lines = read_plain(path, MAX_METRICS_BYTES).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+        return []
+    rows, offset = [], 0
+    for number, line in enumerate(lines, start=1):
+        if (row := parse(line)) is not None:
+            rows.append((offset, row))
+        else:
+            problems.append(f"{path.name}: line {number}: expected {expected}, found {line[:40]!r}")
+        offset += len(line) + 1
+    return rows
+
+
 def rows_of(folder: Path) -> dict[int, Row]:
     """Rows of a run by step, of a repeated step the last one; empty without a metrics file.
 
@@ -212,50 +242,17 @@ def finite_number(value: object) -> float | None:
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
-def parse_row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return row if isinstance(step, int) and abs(step) < 1 << 63 else None
-
-
 def _cut_torn_end(path: Path) -> None:
     """Truncate the file after its last whole line; a file without any becomes empty."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
-        while end:
-            start, line = _last_line(file, end)
-            if line.endswith(b"\n") and parse_row(line) is not None:
-                break
-            end = start
+        if not end:
+            return
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            while end:
+                start = content.rfind(b"\n", 0, end - 1) + 1
+                line = content[start:end]
+                if line.endswith(b"\n") and parse_row(line) is not None:
+                    break
+                end = start
         file.truncate(end)
-
-
-def _last_line(file: Any, end: int, chunk: int = 1 << 16) -> tuple[int, bytes]:
-    """Offset and bytes, newline included, of the last line in a file's first `end` bytes."""
-    tail = b""
-    start = end
-    while start:
-        size = min(chunk, start)
-        start -= size
-        file.seek(start)
-        tail = file.read(size) + tail
-        newline = tail.rfind(b"\n", 0, len(tail) - 1)
-        if newline >= 0:
-            return start + newline + 1, tail[newline + 1 :]
-    return 0, tail
-
-
-def _plain(value: Any) -> Any:
-    """`value` in JSON's types, with None for numbers that JSON does not have."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

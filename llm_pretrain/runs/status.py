@@ -22,19 +22,15 @@ from llm_pretrain.errors import (
     StuckError,
     printable,
 )
-from llm_pretrain.files import read_json, replace_text
+from llm_pretrain.files import object_or_empty, replace_text
 from llm_pretrain.launch.out_of_memory import is_out_of_memory
 from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.runs.replays import REPLAYS_FILE, difference_lines, read_replays, replay_status
 
 
-def read_status(path: Path) -> dict:
+def read_status(path: Path) -> dict[str, Any]:
     """The content of a status file; empty if there is none or it cannot be read."""
-    try:
-        content = read_json(path)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return object_or_empty(path)
 
 
 def _is_fault(fault: object) -> bool:

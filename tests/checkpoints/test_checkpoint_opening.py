@@ -155,7 +155,7 @@ def edit(path: Path, old: str, new: str) -> None:
 def test_a_broken_json_beside_weights_is_named(folder: Path):
     path = folder / "weights" / "step-00000003"
     (path / "generation_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: expected JSON"):
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: expected .*, found: "):
         open_model(path)
     (path / "generation_config.json").unlink()
     config = json.loads((path / "config.json").read_text()) | {"hidden_size": 8}

@@ -139,9 +139,11 @@ def test_the_decoder_comes_back_whole(tmp_path):
         optimizer = torch.optim.AdamW(models[-1].parameters())
         if seed == 0:
             update_router_bias(models[0], torch.arange(8).view(2, 4), 0.01)
-            path = run.store.save(models[0], optimizer, None, run.facts())
+            path = run.store.write(run.store.stage(models[0], optimizer, None, run.facts()))
         else:
-            run.store.restore(models[1], optimizer, None, expected=FINGERPRINTS)
+            found = run.store.find(expected=lambda step: FINGERPRINTS)
+            assert found is not None
+            run.store.load(found, models[1], optimizer, None)
     saved, restored = (model.state_dict() for model in models)
     assert same_bits(restored, saved)
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -154,7 +156,7 @@ def test_the_decoder_comes_back_whole(tmp_path):
 
 def test_wrappers_leave_no_trace_in_names(tmp_path):
     first = Run(tmp_path).train(1)
-    first.store.save(torch.compile(first.model, backend="eager"), first.optimizer, None, first.facts())
+    first.save(torch.compile(first.model, backend="eager"))
     resumed = Run(tmp_path, seed=1)
     resumed.restore()
     assert same_bits(everything(resumed), everything(first))
@@ -365,7 +367,7 @@ def test_changed_versions_are_reported(tmp_path, monkeypatch):
 def test_extra_comes_back_as_json(tmp_path):
     run = Run(tmp_path).train(1)
     extra = {"order": {10: (1, 2), 9: None}, "tiny": 5e-324, "large": 2**63 + 1}
-    run.store.save(run.model, run.optimizer, None, run.facts(extra=extra))
+    run.save(extra=extra)
     found = run.restore()
     assert found is not None
     assert found.run.extra == {"order": {"10": [1, 2], "9": None}, "tiny": 5e-324, "large": 2**63 + 1}

@@ -91,14 +91,19 @@ class Run:
         }
         return RunFacts(**(values | changes))
 
-    def save(self) -> Path:
-        return self.store.save(self.model, self.optimizer, self.scaler, self.facts())
+    def save(self, module: nn.Module | None = None, **changes) -> Path:
+        """Commit a checkpoint; `module` is the wrapped model, if any."""
+        facts = self.facts(**changes)
+        return self.store.write(
+            self.store.stage(self.model if module is None else module, self.optimizer, self.scaler, facts)
+        )
 
     def restore(
         self, source: Path | None = None, expected: dict[str, str] = FINGERPRINTS
     ) -> ResumePoint | None:
-        found = self.store.restore(self.model, self.optimizer, self.scaler, expected=expected, source=source)
+        found = self.store.find(expected=lambda step: expected, source=source)
         if found is not None:
+            self.store.load(found, self.model, self.optimizer, self.scaler)
             self.step = found.step
         return found
 

@@ -55,7 +55,7 @@ def run_rank(path: str) -> None:
     save_file(everything(run), folder / f"restored-{rank}.safetensors")
     module = DistributedDataParallel(run.model, broadcast_buffers=False)
     run.train(2, module)
-    results["path"] = str(run.store.save(module, run.optimizer, run.scaler, run.facts()))
+    results["path"] = str(run.save(module))
     save_file(everything(run), folder / f"step4-{rank}.safetensors")
 
     # One rank's disk is full: at its first file, and at its second.

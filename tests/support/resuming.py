@@ -55,12 +55,13 @@ class Attempt:
             wandb_id=None,
             fingerprints=FINGERPRINTS,
         )
-        return self.store.save(self.model, self.optimizer, self.scaler, facts)
+        return self.store.write(self.store.stage(self.model, self.optimizer, self.scaler, facts))
 
     def restore(self) -> ResumePoint:
         """Continue from the newest sound checkpoint."""
-        found = self.store.restore(self.model, self.optimizer, self.scaler, expected=FINGERPRINTS)
+        found = self.store.find(expected=lambda step: FINGERPRINTS)
         assert found is not None
+        self.store.load(found, self.model, self.optimizer, self.scaler)
         self.step = found.step
         return found
 

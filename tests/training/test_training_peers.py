@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.tree import Config
@@ -67,12 +66,10 @@ def test_a_bug_of_ours_keeps_its_traceback(name: str):
 
 
 def test_a_lost_peer_behind_a_failed_checkpoint_counts():
-    wrapped = CheckpointException("write", {1: (LOST["closed"], None)})  # type: ignore[dict-item]  # no stack summary
-
     def save() -> None:
         try:
-            raise wrapped
-        except CheckpointException:
+            raise LOST["closed"]
+        except RuntimeError:
             raise CheckpointError("step-4: writing tensors failed on rank 1") from None
 
     with pytest.raises(CheckpointError) as raised:

@@ -72,14 +72,14 @@ def _old_first(clean: Callable[[Path], None], parent: Path) -> None:
 
 def pickled_metadata(patch: pytest.MonkeyPatch) -> None:
     """A pickle beside the tensors."""
-    save = CheckpointStore.save
+    write = CheckpointStore.write
 
-    def saved(self: CheckpointStore, *arguments: Any, **options: Any) -> Path:
-        path = save(self, *arguments, **options)
+    def written(self: CheckpointStore, *arguments: Any, **options: Any) -> Path:
+        path = write(self, *arguments, **options)
         (path / ".metadata").write_bytes(pickle.dumps({}))
         return path
 
-    patch.setattr(CheckpointStore, "save", saved)
+    patch.setattr(CheckpointStore, "write", written)
 
 
 DTYPE_IGNORED = substitute(
