@@ -84,7 +84,7 @@ def _check_elastic() -> None:
         return
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nnodes", default=os.environ.get("PET_NNODES", "1"))
-    nodes = parser.parse_known_args(parents_command())[0].nnodes
+    nodes = parser.parse_known_args(_parents_command())[0].nnodes
     fewest, _, most = nodes.partition(":")
     if most not in ("", fewest):
         raise ConfigError(
@@ -93,7 +93,7 @@ def _check_elastic() -> None:
         )
 
 
-def parents_command() -> list[str]:
+def _parents_command() -> list[str]:
     """The words with which the parent process was started; none if it is another user's."""
     try:
         parent = psutil.Process().parent()
@@ -104,7 +104,7 @@ def parents_command() -> list[str]:
 
 def accelerate_launch_arguments() -> list[str]:
     """Arguments of the parent process if it is `accelerate launch`, else an empty list."""
-    command = parents_command()
+    command = _parents_command()
     for index, word in enumerate(command):
         if word == "launch" and "accelerate" in " ".join(command[:index]):
             return command[index + 1 :]

@@ -28,12 +28,7 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError, StuckError
 from llm_pretrain.files import flush_streams, prepare_streams
 from llm_pretrain.hardware import usable_cores
-from llm_pretrain.launch.checks import (
-    MASTER_VARIABLES,
-    accelerate_launch_arguments,
-    check_environment,
-    parents_command,
-)
+from llm_pretrain.launch.checks import MASTER_VARIABLES, accelerate_launch_arguments, check_environment
 from llm_pretrain.launch.out_of_memory import explain_out_of_memory
 from llm_pretrain.launch.peer_failure import COLLECTIVE_TIMEOUTS, peer_failure
 
@@ -282,13 +277,24 @@ def check_parent_alive() -> None:
 def is_orphan() -> bool:
     """Whether this process has a launcher's variables and a parent that orphans are reparented to.
 
-    In a container, process 1 may be the launcher itself, a Python program.
+    In a container, process 1 may be the launcher itself (a Python program) or a wrapper that the launcher
+    started, which then has the launcher's variables too.
     """
-    words = parents_command() if _is_launched(os.environ) else []
-    if not words:  # also of a parent outside this container
+    elastic = _ELASTIC in os.environ
+    if not _is_launched(os.environ):
         return False
-    program = os.path.basename(words[0]).split(":")[0]  # slurmstepd: [12.0]
-    return "python" not in program and (os.getppid() == 1 or program in _SUBREAPERS)
+    with suppress(psutil.Error):
+        parent = psutil.Process().parent()
+        if parent is None:  # it is outside this container
+            return False
+        words = parent.cmdline()
+        program = os.path.basename(words[0]).split(":")[0] if words else ""  # slurmstepd: [12.0]
+        if "python" in program or (os.getppid() != 1 and program not in _SUBREAPERS):
+            return False
+        with suppress(psutil.AccessDenied):  # of another user, so not a wrapper of this process
+            return not (elastic and _ELASTIC in parent.environ())
+        return True
+    return False
 
 
 SCHEME = "attempt"

@@ -56,7 +56,7 @@ class RunFolder:
         """
         try:
             make_folder(self.path)
-            self._refuse_links()
+            self._refuse_links_and_pipes()
             self._lock.acquire(blocking=False)
             self.run_id = self._own_id(newest_run_id(self.checkpoints))
             remove_leftovers(self.path, (*RUN_FILES, MARKER))
@@ -93,14 +93,19 @@ class RunFolder:
         """Release the lock."""
         self._lock.release()
 
-    def _refuse_links(self) -> None:
-        """Refuse a foreign `.lock`, and links, through which the run would write elsewhere."""
+    def _refuse_links_and_pipes(self) -> None:
+        """Refuse pipes, a foreign `.lock`, and links, through which the run would write elsewhere."""
         for name in (MARKER, ".lock", *RUN_FILES, *RUN_FOLDERS, *TRACKER_FOLDERS):
             path = self.path / name
             if path.is_symlink():
                 raise OutputError(
                     f"{path}: expected a file or folder of the run, found a link, which a run "
                     "does not follow; replace it by what it leads to, or set run.output_dir"
+                )
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise OutputError(
+                    f"{path}: expected a file or folder of the run, found a pipe, a socket or a device; "
+                    "delete it, or set run.output_dir"
                 )
         lock = self.path / ".lock"
         if lock.exists() and not (lock.is_file() and lock.stat().st_size == 0):

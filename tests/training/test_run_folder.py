@@ -259,6 +259,18 @@ def test_an_attempt_that_ended_without_a_word_is_told(plain_store: Path, run: Pa
     assert "without recording why" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["attempts.jsonl", "config.yaml"])
+def test_a_pipe_in_place_of_a_file_is_refused(
+    name: str, plain_store: Path, run: Path, tmp_path: Path, capsys
+):
+    (run / name).rename(tmp_path / "aside")
+    os.mkfifo(run / name)
+    assert train(*options(plain_store, run, steps=3)) == 73
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {run / name}: expected a file or folder of the run, found a pipe")
+    assert (run / name).is_fifo()
+
+
 @pytest.mark.parametrize("name", Progress(1).extra())
 def test_progress_that_no_run_saves_is_named(name: str):
     extra = Progress(1).extra()
