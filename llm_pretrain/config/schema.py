@@ -77,13 +77,13 @@ def _field_ranges(cls: type) -> dict[str, Range]:
     }
 
 
-def check_ranges(section: Any, prefix: str) -> Iterator[str]:
-    """One line for each number in the dataclass instance `section` that is outside of its range."""
-    for name, bounds in _field_ranges(type(section)).items():
-        value = getattr(section, name)
+def check_ranges(cls: Any, values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """One line for each number that is outside of the range that the dataclass or function `cls` gives it."""
+    ranges = _field_ranges(cls)
+    for name, value in values.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and (expected := bounds.expected(value)):
-            yield f"{prefix}.{name}: expected {expected}, found {value}"
+        if is_number and (expected := ranges[name].expected(value)):
+            yield f"{prefix}{name}: expected {expected}, found {value}"
 
 
 def check_value(name: str, kind: Any, value: object, origin: str = "") -> list[str]:
@@ -200,7 +200,7 @@ def in_file(origin: str) -> str:
 def documentation(cls: type) -> tuple[str, dict[str, str]]:
     """First line of a dataclass's docstring, and field to its text under `Args:`."""
     docstring = inspect.cleandoc(cls.__doc__ or "")
-    arguments = textwrap.dedent(docstring.partition("\nArgs:\n")[2])
+    arguments = textwrap.dedent(docstring.partition("\nArgs:\n")[2].partition("\n\n")[0])
     parts = re.split(r"(?m)^(\w+): ", arguments)[1:]
     names, texts = parts[::2], (" ".join(text.split()) for text in parts[1::2])
     return docstring.partition("\n")[0], dict(zip(names, texts, strict=True))
