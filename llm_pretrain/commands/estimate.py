@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from llm_pretrain.commands.options import add_parameters, chosen
+from llm_pretrain.config.loading import load_config, resolve_model
 from llm_pretrain.config.schema import NonNegativeFloat, PositiveInt, Range
-from llm_pretrain.errors import ConfigError
-from llm_pretrain.hardware import DEFAULT_MFU, GPU_GB, size_text
-
-if TYPE_CHECKING:
-    from llm_pretrain.config.tree import Config
+from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import ConfigError, DataError
+from llm_pretrain.hardware import DEFAULT_MFU, GPU_GB, device_peak_flops, size_text
+from llm_pretrain.launch.options import add_settings, given_options
+from llm_pretrain.runs.record import duration
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE.
@@ -46,8 +47,6 @@ class Estimated:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    from llm_pretrain.launch.options import add_settings
-
     parser.usage = "llm-pretrain estimate --config FILE [options] [--section.field VALUE ...]"
     parser.add_argument(
         "--config", action="append", required=True, metavar="FILE", help="as for the scripts; later wins"
@@ -59,9 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate."""
-    from llm_pretrain.config.loading import load_config
-    from llm_pretrain.launch.options import given_options
-
     options = given_options(arguments)
     problems = []
     if arguments.gpu is not None and arguments.gpu.lower() not in GPU_GB:
@@ -82,9 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def with_vocabulary(config: Config) -> Config:
     """The configuration with the vocabulary size that the run will have."""
-    from llm_pretrain.config.loading import resolve_model
     from llm_pretrain.data.loader import open_stores
-    from llm_pretrain.errors import DataError
 
     if config.model.vocab_size is not None:
         return config
@@ -146,9 +140,7 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def _print_time(config: Config, arguments: argparse.Namespace) -> None:
-    from llm_pretrain.hardware import device_peak_flops
     from llm_pretrain.memory import estimate_time, token_budget
-    from llm_pretrain.runs.record import duration
 
     if arguments.gpu is None:
         print("time: name a --gpu for tokens per second, hours and cost")

@@ -116,12 +116,13 @@ def _continue(
     """(row, new text) during generation, for the (prompt, sample) pairs `wanted`."""
     from llm_pretrain.model.generation import generate
 
+    seeds = [sampling["seed"] + sample for _, sample in wanted]
     columns = generate(
         source.model,
         [encoded[prompt] for prompt, _ in wanted],
         vocab_size=source.tokenizer.vocab_size,
         stop_ids=source.stop_ids,
-        **sampling | {"seed": [sampling["seed"] + sample for _, sample in wanted]},
+        **{**sampling, "seed": seeds},
     )
     return _texts(source, columns, [len(encoded[prompt]) for prompt, _ in wanted])
 
