@@ -106,9 +106,8 @@ def _check(arguments: argparse.Namespace) -> None:
     problems = []
     if arguments.gpu is not None and arguments.gpu.lower() not in CLUSTERS:
         problems.append(f"--gpu: expected one of {', '.join(CLUSTERS)}, found {arguments.gpu!r}")
-    missing = [
-        name for name, field in _FIELDS.items() if _is_required(field) and not getattr(arguments, name)
-    ]
+    required = [name for name, field in _FIELDS.items() if field.default is dataclasses.MISSING]
+    missing = [name for name in required if not getattr(arguments, name)]
     if arguments.gpu is None and not arguments.verify and missing:
         problems.append(
             f"--gpu: expected one of {', '.join(CLUSTERS)}, found none; or set --{', --'.join(missing)}"
@@ -123,10 +122,6 @@ def _check(arguments: argparse.Namespace) -> None:
             problems.append(f"--{name}: expected more than 0, found {value:g}")
     if problems:
         raise ConfigError(*problems)
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING
 
 
 def _machine(arguments: argparse.Namespace) -> Cluster:

@@ -79,11 +79,14 @@ def _field_ranges(cls: type) -> dict[str, Range]:
 
 def check_ranges(cls: Any, values: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """One line for each number that is outside of the range that the dataclass or function `cls` gives it."""
-    ranges = _field_ranges(cls)
-    for name, value in values.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and (expected := ranges[name].expected(value)):
-            yield f"{prefix}{name}: expected {expected}, found {value}"
+    for field, value in values.items():
+        entries = enumerate(value) if isinstance(value, list) else ()
+        for name, each in [(field, value), *((f"{field}[{i}]", entry) for i, entry in entries)]:
+            if dataclasses.is_dataclass(each):
+                yield from check_ranges(type(each), vars(each), f"{prefix}{name}.")
+            is_number = isinstance(each, int | float) and not isinstance(each, bool)
+            if is_number and (expected := _field_ranges(cls)[field].expected(each)):
+                yield f"{prefix}{name}: expected {expected}, found {each}"
 
 
 def check_value(name: str, kind: Any, value: object, origin: str = "") -> list[str]:
