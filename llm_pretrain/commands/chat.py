@@ -15,6 +15,7 @@ from typing import Any
 from llm_pretrain.api import TrainedModel, open_source
 from llm_pretrain.commands.generate import Sampling, check_utf8, write_out
 from llm_pretrain.commands.options import add_parameters, chosen
+from llm_pretrain.data.chat import chat_prompt_ids
 from llm_pretrain.errors import DataError
 
 EXAMPLES = """\
@@ -73,8 +74,6 @@ class Conversation:
 
     def prompt_ids(self) -> list[int]:
         """The conversation so far and the header of the answer."""
-        from llm_pretrain.data.chat import chat_prompt_ids
-
         turns = [("system", self.system)] if self.system is not None else []
         messages: list[dict[str, Any]] = [
             {"role": role, "content": text} for role, text in [*turns, *self.turns]

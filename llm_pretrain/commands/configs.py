@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llm_pretrain.commands.options import as_table
 from llm_pretrain.config.loading import PRESETS, from_dict
 from llm_pretrain.config.yaml_text import YamlError, read_settings_text, read_yaml
 from llm_pretrain.errors import ConfigError, OutputError, printable
@@ -91,13 +92,7 @@ def _list(folder: Path | None) -> int:
         raise ConfigError(f"--folder {folder}: expected a folder with presets (*.yaml), found none")
     rows = [("preset", "parameters", "active", "layers", "sequence", "tokens/step")]
     rows += [(str(file) if folder else file.stem, *_sizes(file)) for file in files]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in (0, 3) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    print(as_table(rows, right=(1, 2, 4, 5)))
     print("\nlayers: `7 of 4/32+1`: 7 layers in which 4 of 32 experts, and 1 shared, process a token")
     if any("*" in row[1] for row in rows):
         print("*: with the vocabulary that the file's first line names; a run takes its tokenizer's")

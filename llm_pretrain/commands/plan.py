@@ -74,7 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
     _check_store(ladder)
     forecast, limit, seconds = Forecast(ladder), arguments.max_parameters, _seconds(arguments)
     evaluated = EVALUATION_COST * (EVALUATIONS + 1) * evaluated_tokens(ladder.base)  # in trained tokens
-    rate = _gpu_flops(arguments) if arguments.gpu else None
+    rate = None
+    if arguments.gpu and (peak := device_peak_flops(arguments.gpu)):
+        rate = peak * (arguments.mfu or DEFAULT_MFU) * arguments.world_size  # of all GPUs
     if seconds is None:
         choices = forecast.choices(arguments.flops, limit)
     else:
@@ -188,13 +190,6 @@ def _config(forecast: Forecast, choice: Choice, arguments: argparse.Namespace) -
     if arguments.gpu:
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision="bf16"))
     return config
-
-
-def _gpu_flops(arguments: argparse.Namespace) -> float:
-    """FLOPs per second of all GPUs."""
-    peak = device_peak_flops(arguments.gpu.lower())
-    assert peak is not None, arguments.gpu
-    return peak * (arguments.mfu or DEFAULT_MFU) * arguments.world_size
 
 
 def _measured_flops(

@@ -34,10 +34,11 @@ def _lines() -> Iterator[str]:
         yield f"\n## `{section}`\n\n{summary}\n\n"
         yield from _table(cls, docs, prefix=f"{section}.")
         for name, kind in field_types(cls).items():
-            for entry in filter(dataclasses.is_dataclass, get_args(kind)):
-                summary, docs = documentation(entry)
-                yield f"\nAn entry of `{section}.{name}` is `{{{', '.join(docs)}}}`:\n\n"
-                yield from _table(entry, docs, prefix="")
+            for entry in get_args(kind):
+                if dataclasses.is_dataclass(entry) and isinstance(entry, type):
+                    summary, docs = documentation(entry)
+                    yield f"\nAn entry of `{section}.{name}` is `{{{', '.join(docs)}}}`:\n\n"
+                    yield from _table(entry, docs, prefix="")
 
 
 def _table(cls: type, docs: dict[str, str], prefix: str) -> Iterator[str]:

@@ -84,8 +84,9 @@ def check_ranges(cls: Any, values: Mapping[str, Any], prefix: str) -> Iterator[s
         for name, each in [(field, value), *((f"{field}[{i}]", entry) for i, entry in entries)]:
             if dataclasses.is_dataclass(each):
                 yield from check_ranges(type(each), vars(each), f"{prefix}{name}.")
-            is_number = isinstance(each, int | float) and not isinstance(each, bool)
-            if is_number and (expected := _field_ranges(cls)[field].expected(each)):
+            elif isinstance(each, bool) or not isinstance(each, int | float):
+                continue
+            elif expected := _field_ranges(cls)[field].expected(each):
                 yield f"{prefix}{name}: expected {expected}, found {each}"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llm_pretrain.config.loading import compiles, load_config
 from llm_pretrain.errors import PretrainError
@@ -30,8 +31,6 @@ from llm_pretrain.hardware import Cluster
 @contextmanager
 def fake_ranks(world_size: int, backend: str, rank: int = 0) -> Iterator[None]:
     """A process group of which this is a rank; nothing is sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
