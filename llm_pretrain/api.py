@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from llm_pretrain.errors import CheckpointError, ConfigError
 
@@ -44,15 +44,19 @@ class TrainedModel:
 
 
 def open_source(
-    path: str | Path, tokenizer: str | Path | None = None, device: str | None = None, dtype: str = "fp32"
+    source: str | Path,
+    tokenizer: str | Path | None = None,
+    device: str | None = None,
+    dtype: Literal["fp32", "bf16"] = "fp32",
 ) -> TrainedModel:
     """Open a trained model with its tokenizer.
 
     Args:
-        path: A folder of weights, a checkpoint, or a run for the latest in it.
-        tokenizer: Its folder; None for the one beside the model.
-        device: Where to compute; None for CUDA where there is one, else the CPU.
-        dtype: What the model computes in, `fp32` or `bf16`.
+        source: Weights folder (RUN/weights/step-00000100, RUN/weights/best, Hugging Face's), checkpoint
+            (RUN/checkpoints/step-00000100), or RUN, RUN/weights, RUN/checkpoints for the latest in it.
+        tokenizer: Tokenizer folder (default: the one beside the model).
+        device: Device: cpu, cuda, cuda:1 … (default: cuda where there is one).
+        dtype: What the model computes in; bf16 takes half the memory.
 
     Raises:
         CheckpointError: The model or its tokenizer is missing, damaged or does not match.
@@ -64,7 +68,7 @@ def open_source(
     from llm_pretrain.data.tokenizers import Tokenizer
     from llm_pretrain.model.precision import DTYPES
 
-    on, opened = _device(device), open_model(path)
+    on, opened = _device(device), open_model(source)
     folder = Path(tokenizer) if tokenizer else opened.tokenizer_folder
     if folder is None:
         raise CheckpointError(

@@ -13,14 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from llm_pretrain.api import TrainedModel, open_source
-from llm_pretrain.commands.generate import (
-    add_sampling_arguments,
-    add_source_arguments,
-    check_sampling,
-    check_utf8,
-    write_out,
-)
-from llm_pretrain.errors import ConfigError, DataError
+from llm_pretrain.commands.generate import Sampling, check_utf8, write_out
+from llm_pretrain.commands.options import add_parameters, chosen
+from llm_pretrain.data.chat import chat_prompt_ids
+from llm_pretrain.errors import DataError
 
 EXAMPLES = """\
 /reset forgets the conversation, /quit (or the end of input) leaves, Ctrl-C stops an answer. A conversation
@@ -35,21 +31,20 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_arguments(parser)
+    add_parameters(parser, open_source, positional=["source"])
     parser.add_argument("--system", metavar="TEXT", help="instruction that stands before the conversation")
-    add_sampling_arguments(parser, max_new_tokens=512)
+    add_parameters(parser, Sampling)
+    parser.set_defaults(max_new_tokens=512)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer each line until the input ends; returns the exit code."""
-    if problems := check_sampling(arguments):
-        raise ConfigError(*problems)
+    sampling = chosen(arguments, Sampling)
     system = None if arguments.system is None else check_utf8("--system", arguments.system)
-    source = open_source(arguments.source, arguments.tokenizer, arguments.device, arguments.dtype)
+    source = open_source(**chosen(arguments, open_source))
     conversation = (Conversation if source.tokenizer.chat_template else PlainText)(source, system)
     if isinstance(conversation, PlainText):
         _note("this tokenizer has no chat template: the model continues the text, turn after turn")
-    turn = 0
     for line in _lines():
         if not line.strip():
             continue
@@ -62,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         elif command.startswith("/") and command[1:].isalpha():
             _note(f"unknown command {command}; there are /reset and /quit")
         else:
-            _answer(source, conversation, line, arguments, arguments.seed + turn)
-            turn += 1
+            _answer(source, conversation, line, sampling)
+            sampling["seed"] += 1
     return 0
 
 
@@ -79,8 +74,6 @@ class Conversation:
 
     def prompt_ids(self) -> list[int]:
         """The conversation so far and the header of the answer."""
-        from llm_pretrain.data.chat import chat_prompt_ids
-
         turns = [("system", self.system)] if self.system is not None else []
         messages: list[dict[str, Any]] = [
             {"role": role, "content": text} for role, text in [*turns, *self.turns]
@@ -119,14 +112,12 @@ class PlainText(Conversation):
         return self.source.stop_ids
 
 
-def _answer(
-    source: TrainedModel, conversation: Conversation, line: str, arguments: argparse.Namespace, seed: int
-) -> None:
+def _answer(source: TrainedModel, conversation: Conversation, line: str, sampling: dict[str, Any]) -> None:
     """Print the answer to a line during generation, and append both to the conversation."""
     from llm_pretrain.model.generation import TextStream, generate
 
     limit = source.model.config.max_position_embeddings
-    room = limit - max(1, min(arguments.max_new_tokens, limit // 4))
+    room = limit - max(1, min(sampling["max_new_tokens"], limit // 4))
     conversation.turns.append(("user", line))
     if dropped := conversation.fit(room):
         _note(f"the oldest {dropped} turns are forgotten: the model has {limit} positions")
@@ -142,12 +133,8 @@ def _answer(
             source.model,
             [ids],
             vocab_size=source.tokenizer.vocab_size,
-            max_new_tokens=arguments.max_new_tokens,
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            top_p=arguments.top_p,
-            seed=seed,
             stop_ids=stop_ids,
+            **sampling,
         ):
             ended = token in stop_ids
             if token is not None and not ended:

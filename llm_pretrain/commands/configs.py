@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llm_pretrain.commands.options import as_table
+from llm_pretrain.config.loading import PRESETS, from_dict
+from llm_pretrain.config.yaml_text import YamlError, read_settings_text, read_yaml
 from llm_pretrain.errors import ConfigError, OutputError, printable
 from llm_pretrain.files import check_replaceable, replace_text
+from llm_pretrain.runs.record import quantity
 
 if TYPE_CHECKING:
     from llm_pretrain.export.importers import ImportedConfig
@@ -48,21 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """List the presets, or convert one configuration; returns the exit code."""
-    imported = _imported(arguments)
-    if imported is not None:
-        return _write(imported, arguments)
-    if arguments.output is not None:
-        raise ConfigError("--output: expected one of the options --from_… beside it, found none")
-    return _list(None if arguments.folder is None else Path(arguments.folder))
-
-
-def _imported(arguments: argparse.Namespace) -> ImportedConfig | None:
-    """The configuration that one of the options --from_… names."""
     from llm_pretrain.export.importers import from_minimind, from_pretrained
 
     if arguments.from_minimind is not None:
-        return from_minimind(arguments.from_minimind, arguments.minimind_version)
-    return None if arguments.from_pretrained is None else from_pretrained(arguments.from_pretrained)
+        return _write(from_minimind(arguments.from_minimind, arguments.minimind_version), arguments)
+    if arguments.from_pretrained is not None:
+        return _write(from_pretrained(arguments.from_pretrained), arguments)
+    if arguments.output is not None:
+        raise ConfigError("--output: expected one of the options --from_… beside it, found none")
+    return _list(None if arguments.folder is None else Path(arguments.folder))
 
 
 def _write(imported: ImportedConfig, arguments: argparse.Namespace) -> int:
@@ -88,20 +87,12 @@ def _write(imported: ImportedConfig, arguments: argparse.Namespace) -> int:
 
 def _list(folder: Path | None) -> int:
     """One line per preset: sizes, experts, batch."""
-    from llm_pretrain.config.loading import PRESETS
-
     files = sorted((folder or PRESETS).glob("*.yaml"))
     if not files:
         raise ConfigError(f"--folder {folder}: expected a folder with presets (*.yaml), found none")
     rows = [("preset", "parameters", "active", "layers", "sequence", "tokens/step")]
     rows += [(str(file) if folder else file.stem, *_sizes(file)) for file in files]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i in (0, 3) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    print(as_table(rows, right=(1, 2, 4, 5)))
     print("\nlayers: `7 of 4/32+1`: 7 layers in which 4 of 32 experts, and 1 shared, process a token")
     if any("*" in row[1] for row in rows):
         print("*: with the vocabulary that the file's first line names; a run takes its tokenizer's")
@@ -110,12 +101,7 @@ def _list(folder: Path | None) -> int:
 
 def _sizes(file: Path) -> tuple[str, str, str, str, str]:
     """Parameters, active parameters, layers, sequence length and tokens per step of a preset."""
-    import dataclasses
-
-    from llm_pretrain.config.loading import from_dict
-    from llm_pretrain.config.yaml_text import YamlError, read_settings_text, read_yaml
     from llm_pretrain.model.sizes import count_parameters
-    from llm_pretrain.runs.record import quantity
 
     try:
         text = read_settings_text(file)

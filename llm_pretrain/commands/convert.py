@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from llm_pretrain.commands.options import add_parameters, chosen
+from llm_pretrain.data.conversion import convert
 from llm_pretrain.errors import printable
 
 EXAMPLES = """formats, which a file's header tells apart:
@@ -22,8 +23,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from llm_pretrain.data.conversion import convert
-
     parser.description = "Writes a store of tokens as they are; nothing is tokenised again."
     parser.add_argument("--from", choices=["nanogpt", "llm.c"], required=True, help="format of --input")
     add_parameters(parser, convert)
@@ -31,8 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts, and prints what was read and written."""
-    from llm_pretrain.data.conversion import convert
-
     report = convert(**chosen(arguments, convert))
     print(f"store      {printable(arguments.output)}")
     print(f"read       {report.tokens_read:,} tokens")

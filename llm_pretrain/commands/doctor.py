@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from llm_pretrain.config.loading import multiplies_in_bf16
+from llm_pretrain.config.loading import load_config, multiplies_in_bf16
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import printable
 from llm_pretrain.launch.accelerate_checks import accelerate_surprises, read_accelerate_file
+from llm_pretrain.launch.checks import default_accelerate_file
 from llm_pretrain.launch.jobs import this_machine
 from llm_pretrain.launch.machine_checks import free_bytes, machine_facts, machine_surprises
-
-if TYPE_CHECKING:
-    from llm_pretrain.config.tree import Config
 
 EXAMPLES = """\
 exit code: 0 where nothing would surprise, 1 with warnings, 2 where a file cannot be read
@@ -41,9 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print facts, then warnings; returns 1 if there are warnings, else 0."""
-    from llm_pretrain.config.loading import load_config
-    from llm_pretrain.launch.checks import default_accelerate_file
-
     config = None
     if arguments.config:
         files = [word for file in arguments.config for word in ("--config", file)]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Annotated
 
-from llm_pretrain.errors import ConfigError
-from llm_pretrain.hardware import DEFAULT_MFU, GPU_GB, size_text
-
-if TYPE_CHECKING:
-    from llm_pretrain.config.tree import Config
+from llm_pretrain.commands.options import add_parameters, chosen
+from llm_pretrain.config.loading import load_config, resolve_model
+from llm_pretrain.config.schema import NonNegativeFloat, PositiveInt, Range
+from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import ConfigError, DataError
+from llm_pretrain.hardware import DEFAULT_MFU, GPU_GB, device_peak_flops, size_text
+from llm_pretrain.launch.options import add_settings, given_options
+from llm_pretrain.runs.record import duration
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE.
@@ -24,38 +28,41 @@ examples:
 _WITHOUT_BF16 = ("t4", "v100")
 
 
+@dataclass(frozen=True)
+class Estimated:
+    """What is estimated besides the configuration.
+
+    Args:
+        world_size: Processes.
+        mfu: Share of the device's peak that is reached.
+        price: Price of a device for an hour, for the cost.
+        tokens: Token budget, such as 2e9 (default: the configuration's).
+    """
+
+    world_size: PositiveInt = 1
+    mfu: Annotated[float, Range(gt=0, le=1)] = DEFAULT_MFU
+    price: NonNegativeFloat | None = None
+    tokens: Annotated[float, Range(ge=1, le=1e18)] | None = None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    from llm_pretrain.launch.options import add_settings
-
     parser.usage = "llm-pretrain estimate --config FILE [options] [--section.field VALUE ...]"
     parser.add_argument(
         "--config", action="append", required=True, metavar="FILE", help="as for the scripts; later wins"
     )
     parser.add_argument("--gpu", metavar="NAME", help=f"device: {', '.join(GPU_GB)} (default: a CPU)")
-    parser.add_argument(
-        "--world-size", "--world_size", type=int, default=1, metavar="W", help="processes (default: 1)"
-    )
-    parser.add_argument(
-        "--mfu",
-        type=float,
-        default=DEFAULT_MFU,
-        help="share of the device's peak that is reached (default: %(default)s)",
-    )
-    parser.add_argument("--price", type=float, metavar="P", help="of a device for an hour, for the cost")
-    parser.add_argument(
-        "--tokens", type=float, metavar="N", help="token budget, such as 2e9 (default: the configuration's)"
-    )
+    add_parameters(parser, Estimated)
     add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate."""
-    from llm_pretrain.config.loading import load_config
-    from llm_pretrain.launch.options import given_options
-
     options = given_options(arguments)
-    _check(arguments)
+    problems = []
+    if arguments.gpu is not None and arguments.gpu.lower() not in GPU_GB:
+        problems.append(f"--gpu: expected one of {', '.join(GPU_GB)}, found {arguments.gpu!r}")
+    chosen(arguments, Estimated, *problems)
     has_bf16 = None if arguments.gpu is None else arguments.gpu.lower() not in _WITHOUT_BF16
     processes = arguments.world_size
     config = with_vocabulary(load_config(options, needs_data=False, has_bf16=has_bf16, world_size=processes))
@@ -69,27 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    problems = []
-    if arguments.gpu is not None and arguments.gpu.lower() not in GPU_GB:
-        problems.append(f"--gpu: expected one of {', '.join(GPU_GB)}, found {arguments.gpu!r}")
-    if arguments.world_size < 1:
-        problems.append(f"--world-size: expected 1 or more, found {arguments.world_size}")
-    if not 0 < arguments.mfu <= 1:
-        problems.append(f"--mfu: expected a share above 0, at most 1, found {arguments.mfu:g}")
-    if arguments.price is not None and not 0 <= arguments.price < float("inf"):
-        problems.append(f"--price: expected 0 or more, found {arguments.price:g}")
-    if arguments.tokens is not None and not 1 <= arguments.tokens < float("inf"):
-        problems.append(f"--tokens: expected 1 or more, found {arguments.tokens:g}")
-    if problems:
-        raise ConfigError(*problems)
-
-
 def with_vocabulary(config: Config) -> Config:
     """The configuration with the vocabulary size that the run will have."""
-    from llm_pretrain.config.loading import resolve_model
     from llm_pretrain.data.loader import open_stores
-    from llm_pretrain.errors import DataError
 
     if config.model.vocab_size is not None:
         return config
@@ -151,9 +140,7 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def _print_time(config: Config, arguments: argparse.Namespace) -> None:
-    from llm_pretrain.hardware import device_peak_flops
     from llm_pretrain.memory import estimate_time, token_budget
-    from llm_pretrain.runs.record import duration
 
     if arguments.gpu is None:
         print("time: name a --gpu for tokens per second, hours and cost")

@@ -6,11 +6,12 @@ import argparse
 import json
 import math
 import os
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from llm_pretrain.api import TrainedModel, open_source
-from llm_pretrain.commands.generate import add_source_arguments
+from llm_pretrain.commands.options import add_parameters, chosen
+from llm_pretrain.config.schema import NonNegativeInt, PositiveInt
 from llm_pretrain.config.tree import Config, SourceConfig, TrainingConfig
 from llm_pretrain.errors import ConfigError, printable
 from llm_pretrain.training.store_evaluation import Figures, evaluate_files, evaluate_stores
@@ -35,8 +36,28 @@ examples:
 """
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """What is evaluated of a store or files, and how.
+
+    Args:
+        split: Split of the stores (default: validation).
+        max_batches: Global batches to use, training.global_batch_size sequences each; 0: all (default:
+            evaluation.max_batches of the run).
+        sequence_length: Positions the model sees at once (default: the run's).
+        micro_batch_size: Sequences computed at a time (default: the run's).
+        precision: As training.precision: autocast over the weights as they are (default: the run's, or fp32).
+    """
+
+    split: Literal["validation", "train"] | None = None
+    max_batches: NonNegativeInt | None = None
+    sequence_length: PositiveInt | None = None
+    micro_batch_size: PositiveInt | None = None
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_arguments(parser, dtype=False)
+    add_parameters(parser, open_source, positional=["source"], without=["dtype"])
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--store", nargs="+", action="extend", metavar="STORE", help="token stores of the model's tokenizer"
@@ -48,37 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="files and folders, as `prepare` reads them",
     )
-    parser.add_argument(
-        "--split", choices=["validation", "train"], help="of the stores (default: validation)"
-    )
-    parser.add_argument(
-        "--max_batches",
-        type=int,
-        metavar="N",
-        help="global batches to use, training.global_batch_size sequences each; 0: all (default: "
-        "evaluation.max_batches of the run)",
-    )
-    parser.add_argument(
-        "--sequence_length",
-        type=int,
-        metavar="N",
-        help="positions the model sees at once (default: the run's)",
-    )
-    parser.add_argument(
-        "--micro_batch_size", type=int, metavar="N", help="sequences computed at a time (default: the run's)"
-    )
-    parser.add_argument(
-        "--precision",
-        choices=["fp32", "bf16", "fp16"],
-        help="as training.precision: autocast over the weights as they are (default: the run's, or fp32)",
-    )
+    add_parameters(parser, Evaluated)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; returns the exit code."""
     _check(arguments)
-    source = open_source(arguments.source, arguments.tokenizer, arguments.device)
+    source = open_source(**chosen(arguments, open_source))
     config = _settings(source, arguments)
     _use_threads_of_the_run(source, config)
     if arguments.input is not None:
@@ -179,11 +177,7 @@ def _finite(value: Any) -> Any:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Report options that are out of range or have no effect beside another."""
-    problems = [
-        f"--{name}: expected {least} or more, found {getattr(arguments, name)}"
-        for name, least in (("max_batches", 0), ("sequence_length", 1), ("micro_batch_size", 1))
-        if getattr(arguments, name) is not None and getattr(arguments, name) < least
-    ]
+    problems = []
     if arguments.input and arguments.split is not None:
         problems.append(f"--split: expected no --input beside it, found --split {arguments.split}")
     folders: list[str] = []
@@ -191,5 +185,4 @@ def _check(arguments: argparse.Namespace) -> None:
         folders.append(os.path.realpath(store))
         if not store or folders.count(folders[-1]) > 1:
             problems.append(f"--store: expected folders, each named once, found {store!r}")
-    if problems:
-        raise ConfigError(*problems)
+    chosen(arguments, Evaluated, *problems)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import CheckpointError, ConfigError, printable
 from llm_pretrain.files import check_replaceable
 
@@ -46,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the export and print its path; returns the exit code."""
     from llm_pretrain.checkpoints.weights import convert_weights
-    from llm_pretrain.data.tokenizers import Tokenizer
     from llm_pretrain.export.gguf import write_gguf
     from llm_pretrain.export.huggingface import read_config
 
@@ -96,7 +96,6 @@ def _weights_of(source: Path) -> Iterator[Path]:
     """`source`, or a temporary weights folder in full precision if `source` is a checkpoint."""
     from llm_pretrain.checkpoints.opening import is_checkpoint, open_model
     from llm_pretrain.checkpoints.weights import save_weights
-    from llm_pretrain.data.tokenizers import open_tokenizer
 
     if not is_checkpoint(source):
         yield source

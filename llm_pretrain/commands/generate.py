@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 from llm_pretrain.api import TrainedModel, open_source
+from llm_pretrain.commands.options import add_parameters, chosen
+from llm_pretrain.config.schema import NonNegativeFloat, NonNegativeInt, Range
 from llm_pretrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -27,8 +29,27 @@ _ROWS = 64
 """Texts of a batch."""
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Args:
+        max_new_tokens: Tokens at most; a text also ends where the model's max_position_embeddings do.
+        temperature: 0 always takes the likeliest.
+        top_k: Sample from the k likeliest; 0: all.
+        top_p: Sample from the likeliest that together have probability p; 1: all.
+        seed: Seed of the sampling.
+    """
+
+    max_new_tokens: NonNegativeInt = 100
+    temperature: NonNegativeFloat = 0.8
+    top_k: NonNegativeInt = 50
+    top_p: Annotated[float, Range(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Range(ge=0, le=(1 << 62) - 1)] = 0
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source_arguments(parser)
+    add_parameters(parser, open_source, positional=["source"])
     parser.add_argument(
         "--prompt",
         action="append",
@@ -43,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file whose whole text is a prompt, without the line break at its end; - reads standard input",
     )
-    add_sampling_arguments(parser, max_new_tokens=100)
+    add_parameters(parser, Sampling)
     parser.add_argument(
         "--num_samples",
         type=int,
@@ -57,22 +78,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print each prompt and its continuation; returns the exit code."""
-    problems = check_sampling(arguments)
-    if arguments.num_samples < 1:
-        problems.append(f"--num_samples: expected 1 or more, found {arguments.num_samples}")
-    if problems:
-        raise ConfigError(*problems)
+    count, problems = arguments.num_samples, []
+    if count < 1:
+        problems.append(f"--num_samples: expected 1 or more, found {count}")
+    sampling = chosen(arguments, Sampling, *problems)
     prompts = [check_utf8("--prompt", text) for text in arguments.prompt]
     prompts += [_read_prompt(name) for name in arguments.prompt_file]
     if not prompts:
         raise ConfigError("--prompt: expected a text to continue, found none; or name a --prompt_file")
-    source = open_source(arguments.source, arguments.tokenizer, arguments.device, arguments.dtype)
+    source = open_source(**chosen(arguments, open_source))
     encoded = [source.encode(prompt) for prompt in prompts]
     if not all(encoded):
         raise ConfigError("--prompt: expected some text, since this tokenizer has no start token; found none")
-    count = arguments.num_samples
     if len(prompts) == count == 1 and not arguments.no_stream:
-        parts = _continue(source, arguments, encoded, [(0, 0)])
+        parts = _continue(source, sampling, encoded, [(0, 0)])
         write_out(prompts[0])
         for _, part in parts:
             write_out(part)
@@ -81,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = ((prompt, sample) for prompt in range(len(prompts)) for sample in range(count))
     while batch := list(islice(wanted, _ROWS)):
         texts = [""] * len(batch)
-        for row, part in _continue(source, arguments, encoded, batch):
+        for row, part in _continue(source, sampling, encoded, batch):
             texts[row] += part
         for (prompt, sample), text in zip(batch, texts, strict=True):
             write_out(_title(prompt, len(prompts), sample, count) + prompts[prompt] + text + "\n")
@@ -90,23 +109,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _continue(
     source: TrainedModel,
-    arguments: argparse.Namespace,
+    sampling: dict[str, Any],
     encoded: list[list[int]],
     wanted: list[tuple[int, int]],
 ) -> Iterator[tuple[int, str]]:
     """(row, new text) during generation, for the (prompt, sample) pairs `wanted`."""
     from llm_pretrain.model.generation import generate
 
+    seeds = [sampling["seed"] + sample for _, sample in wanted]
     columns = generate(
         source.model,
         [encoded[prompt] for prompt, _ in wanted],
         vocab_size=source.tokenizer.vocab_size,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=[arguments.seed + sample for _, sample in wanted],
         stop_ids=source.stop_ids,
+        **{**sampling, "seed": seeds},
     )
     return _texts(source, columns, [len(encoded[prompt]) for prompt, _ in wanted])
 
@@ -156,66 +172,6 @@ def _read_prompt(name: str) -> str:
             f"{error.start}"
         ) from error
     return text.removesuffix("\n").removesuffix("\r")
-
-
-SOURCE_HELP = (
-    "weights folder (RUN/weights/step-00000100, RUN/weights/best, Hugging Face's), checkpoint "
-    "(RUN/checkpoints/step-00000100), or RUN, RUN/weights, RUN/checkpoints for the latest in it"
-)
-
-
-def add_source_arguments(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:
-    """Declare SOURCE and the options for opening it; `--dtype` only if `dtype`."""
-    parser.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
-    parser.add_argument(
-        "--tokenizer", metavar="FOLDER", help="tokenizer folder (default: the one beside the model)"
-    )
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 … (default: cuda where there is one)")
-    if dtype:
-        parser.add_argument(
-            "--dtype",
-            choices=["fp32", "bf16"],
-            default="fp32",
-            help="what the model computes in; bf16 takes half the memory (default: %(default)s)",
-        )
-
-
-def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    """Declare the options of sampling."""
-    parser.add_argument(
-        "--max_new_tokens",
-        type=int,
-        default=max_new_tokens,
-        help="tokens at most; a text also ends where the model's max_position_embeddings do "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 always takes the likeliest (default: 0.8)"
-    )
-    parser.add_argument(
-        "--top_k", type=int, default=50, help="sample from the k likeliest; 0: all (default: 50)"
-    )
-    parser.add_argument(
-        "--top_p",
-        type=float,
-        default=1.0,
-        help="sample from the likeliest that together have probability p (default: 1, all)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-
-
-def check_sampling(arguments: argparse.Namespace) -> list[str]:
-    """Problems of sampling options that are out of range, found before a model is opened."""
-    problems = [
-        f"--{name}: expected 0 or more, found {getattr(arguments, name)}"
-        for name in ("max_new_tokens", "temperature", "top_k")
-        if not 0 <= getattr(arguments, name) < math.inf
-    ]
-    if not 0 < arguments.top_p <= 1:
-        problems.append(f"--top_p: expected a number above 0 and up to 1, found {arguments.top_p}")
-    if not 0 <= arguments.seed < 1 << 62:
-        problems.append(f"--seed: expected 0 to 2^62 - 1, found {arguments.seed}")
-    return problems
 
 
 def check_utf8(option: str, text: str) -> str:

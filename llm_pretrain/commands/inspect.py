@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from llm_pretrain.errors import printable
-
-if TYPE_CHECKING:
-    from llm_pretrain.data.inspection import Sample
+from llm_pretrain.data.inspection import Sample, inspect_store, sample_documents
+from llm_pretrain.data.store import TokenStore
+from llm_pretrain.errors import ConfigError, printable
 
 EXAMPLES = """\
 examples:
@@ -20,6 +21,9 @@ examples:
   llm-pretrain inspect data/stores/web --samples 2 --json
 """
 _BAR = 40
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+"""Symbols of control characters."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,13 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Opens the store, which checks it, and prints what is in it."""
-    import dataclasses
-    import json
-
-    from llm_pretrain.data.inspection import inspect_store, sample_documents
-    from llm_pretrain.data.store import TokenStore
-    from llm_pretrain.errors import ConfigError
-
     if arguments.seed < 0:
         raise ConfigError(f"--seed: expected 0 or more, found {arguments.seed}")
     store = TokenStore(arguments.store)
@@ -150,11 +147,4 @@ def _print_sample(sample: Sample) -> None:
 
 def _visible(text: str) -> str:
     """Replaces control characters by symbols, so that a document cannot control the terminal."""
-    return "".join(_picture(character) for character in text)
-
-
-def _picture(character: str) -> str:
-    code = ord(character)
-    if character in "\n\t" or (code >= 0x20 and not 0x7F <= code < 0xA0):
-        return character
-    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "\ufffd"
+    return text.translate(_PICTURES)

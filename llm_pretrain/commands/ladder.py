@@ -12,8 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from filelock import FileLock, Timeout
+
 from llm_pretrain.config.loading import load_config, resolve_model, to_dict
 from llm_pretrain.config.tree import Config
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DataError, OutputError
 from llm_pretrain.files import make_folder, remove_leftovers
 from llm_pretrain.launch.jobs import LaunchContext, Machine, exit_on_signals, this_machine
@@ -131,7 +134,6 @@ def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, 
     told otherwise, and is deterministic on GPUs, so that a continued ladder has the same table.
     """
     from llm_pretrain.data.loader import sequences_per_epoch
-    from llm_pretrain.data.store import TokenStore
     from llm_pretrain.forecast.family import member
     from llm_pretrain.forecast.ladder_runs import with_store
 
@@ -164,8 +166,6 @@ def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder, created if missing, so that no other ladder runs in it."""
-    from filelock import FileLock, Timeout
-
     from llm_pretrain.forecast.ladder_training import LOCK, MEASURING
     from llm_pretrain.forecast.points import LADDER_FILE, POINTS_FILE
 

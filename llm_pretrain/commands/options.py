@@ -1,17 +1,26 @@
-"""Options of commands that are the parameters of what they call."""
+"""Options of commands that are the parameters of what they call, and tables that commands print."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Sequence
 from inspect import Parameter, signature
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from llm_pretrain.config.schema import documentation
+from llm_pretrain.config.schema import check_ranges, documentation
+from llm_pretrain.errors import ConfigError
+
+_DASHED = ("world_size",)
+"""Options that are written with a dash, too."""
 
 
 def add_parameters(
-    parser: argparse.ArgumentParser, called: Callable[..., Any], *, without: Collection[str] = ()
+    parser: argparse.ArgumentParser,
+    called: Callable[..., Any],
+    *,
+    without: Collection[str] = (),
+    positional: Collection[str] = (),
 ) -> None:
     """Declare an option for each parameter of a function, or field of a dataclass, that its `Args:` describe.
 
@@ -21,30 +30,54 @@ def add_parameters(
         parser: The command's parser.
         called: The function or dataclass.
         without: Parameters that are no options.
+        positional: Those that are arguments without a name.
     """
     hints, texts = get_type_hints(called), documentation(cast(type, called))[1]
     for name, parameter in signature(called).parameters.items():
         if name in without:
             continue
         kind, text = hints[name], texts[name].removesuffix(".").replace("%", "%%")
+        if get_origin(kind) in (Union, UnionType):  # with None, or of text and a path
+            kind = get_args(kind)[0]
         options: dict[str, Any] = {"help": text[0].lower() + text[1:]}
         if kind is bool:
             options["action"] = "store_true"
         elif get_origin(kind) is Literal:
             options["choices"] = get_args(kind)
+        elif kind in (int, float):
+            options |= {"type": kind, "metavar": "N"}
         elif get_origin(kind) is Sequence:
-            options |= {"nargs": "+", "action": "extend"}
-        else:
-            options["type"] = next((each for each in (int, float) if each in (kind, *get_args(kind))), str)
+            options |= {"nargs": "+", "type": get_args(kind)[0]}
+        if name in positional:
+            parser.add_argument(name, metavar=name.upper(), **options)
+            continue
+        if get_origin(kind) is Sequence:
+            options["action"] = "extend"
         if parameter.default is Parameter.empty:
             options["required"] = True
         else:
             options["default"] = parameter.default
-        if parameter.default not in (Parameter.empty, None, False):
+        if parameter.default not in (Parameter.empty, None) and kind is not bool:
             options["help"] += " (default: %(default)s)"
-        parser.add_argument(f"--{name}", **options)
+        spellings = [f"--{name.replace('_', '-')}"] if name in _DASHED else []
+        parser.add_argument(*spellings, f"--{name}", **options)
 
 
-def chosen(arguments: argparse.Namespace, called: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments of `called` that a command line has options for."""
-    return {name: value for name, value in vars(arguments).items() if name in signature(called).parameters}
+def chosen(arguments: argparse.Namespace, called: Callable[..., Any], *problems: str) -> dict[str, Any]:
+    """The arguments of `called` that a command line has options for.
+
+    Raises:
+        ConfigError: `problems` that were found before, and numbers outside of their ranges.
+    """
+    found = {name: value for name, value in vars(arguments).items() if name in signature(called).parameters}
+    if problems := (*problems, *check_ranges(called, found, "--")):
+        raise ConfigError(*problems)
+    return found
+
+
+def as_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Rows of text in columns, of which those numbered in `right` end below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    align = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    lines = ([pad(cell, width) for pad, cell, width in zip(align, row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -17,6 +17,7 @@ from llm_pretrain.audit.parity import (
     run_interrupted,
 )
 from llm_pretrain.audit.variants import make_plan
+from llm_pretrain.commands.options import as_table
 from llm_pretrain.launch.jobs import exit_on_signals, this_machine
 from llm_pretrain.launch.options import (
     add_launch_options,
@@ -122,12 +123,6 @@ def render(results: Sequence[VariantResult], interrupted: InterruptedResult | No
             )
         details += _details("interrupted", comparison, interrupted.failure, interrupted.log, "not as planned")
     return "\n".join([as_table(rows), *details])
-
-
-def as_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _largest(comparison: Comparison) -> str:

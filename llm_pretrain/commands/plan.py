@@ -9,15 +9,19 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from filelock import FileLock, Timeout
+
 from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.loading import dump_yaml, validate
 from llm_pretrain.config.optimizers import declaration
 from llm_pretrain.config.tree import Config
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import ConfigError, DataError, OutputError, printable
 from llm_pretrain.files import check_replaceable, file_name, make_folder, replace_text
-from llm_pretrain.hardware import CLUSTERS, DEFAULT_MFU, GPU_GB, size_text
+from llm_pretrain.hardware import CLUSTERS, DEFAULT_MFU, GPU_GB, device_peak_flops, size_text
 from llm_pretrain.launch.jobs import LaunchContext, exit_on_signals, this_machine
 from llm_pretrain.launch.options import find_scripts, say
+from llm_pretrain.runs.record import duration
 
 if TYPE_CHECKING:
     from llm_pretrain.forecast.planning import Choice, Forecast
@@ -70,7 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
     _check_store(ladder)
     forecast, limit, seconds = Forecast(ladder), arguments.max_parameters, _seconds(arguments)
     evaluated = EVALUATION_COST * (EVALUATIONS + 1) * evaluated_tokens(ladder.base)  # in trained tokens
-    rate = _gpu_flops(arguments) if arguments.gpu else None
+    rate = None
+    if arguments.gpu and (peak := device_peak_flops(arguments.gpu)):
+        rate = peak * (arguments.mfu or DEFAULT_MFU) * arguments.world_size  # of all GPUs
     if seconds is None:
         choices = forecast.choices(arguments.flops, limit)
     else:
@@ -142,8 +148,6 @@ def _seconds(arguments: argparse.Namespace) -> float | None:
 
 def _check_store(ladder: Ladder) -> None:
     """Raises DataError where the ladder's store is no more what it was: another text is another law."""
-    from llm_pretrain.data.store import TokenStore
-
     store = ladder.base.data.sources[0].store
     if not Path(store).exists():
         raise DataError(
@@ -188,21 +192,10 @@ def _config(forecast: Forecast, choice: Choice, arguments: argparse.Namespace) -
     return config
 
 
-def _gpu_flops(arguments: argparse.Namespace) -> float:
-    """FLOPs per second of all GPUs."""
-    from llm_pretrain.hardware import device_peak_flops
-
-    peak = device_peak_flops(arguments.gpu.lower())
-    assert peak is not None, arguments.gpu
-    return peak * (arguments.mfu or DEFAULT_MFU) * arguments.world_size
-
-
 def _measured_flops(
     forecast: Forecast, seconds: float, evaluated: float, arguments: argparse.Namespace
 ) -> float:
     """FLOPs per second here, by steps of the run that the ladder's speed chooses."""
-    from filelock import FileLock, Timeout
-
     from llm_pretrain.forecast.ladder_training import (
         LOCK,
         MEASURING,
@@ -243,7 +236,6 @@ def _lines(
     from llm_pretrain.forecast.planning import best_of
     from llm_pretrain.forecast.scaling_law import INTERVAL_LEVEL
     from llm_pretrain.memory import estimate_memory
-    from llm_pretrain.runs.record import duration
 
     ladder, best = forecast.ladder, best_of(choices)
     model, training, rate = config.model, config.training, config.optimizer.matrix_rate

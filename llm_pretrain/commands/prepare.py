@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
+from tqdm import tqdm
+
 from llm_pretrain.commands.options import add_parameters, chosen
+from llm_pretrain.data.inputs import saved_splits
+from llm_pretrain.data.preparation import Preparation, input_bytes, prepare_store
 from llm_pretrain.errors import printable
 
 EXAMPLES = """an input is one of:
@@ -40,8 +45,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from llm_pretrain.data.preparation import Preparation
-
     parser.description = (
         "Tokenises a corpus on all cores, and splits it into train and validation by document hash. "
         "Started again with the same options after a kill, it resumes."
@@ -51,13 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prepares the store, with a progress bar on a terminal, and prints its counts."""
-    import time
-
-    from tqdm import tqdm
-
-    from llm_pretrain.data.inputs import saved_splits
-    from llm_pretrain.data.preparation import Preparation, input_bytes, prepare_store
-
     started = time.perf_counter()
     with tqdm(
         total=input_bytes(arguments.input, arguments.split),

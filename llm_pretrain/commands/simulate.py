@@ -10,14 +10,25 @@ import argparse
 import dataclasses
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from llm_pretrain.commands.estimate import with_vocabulary
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.forecast.simulated_steps import (
+    SEARCHED_SHARE,
+    Mesh,
+    SimulatedStep,
+    Simulator,
+    candidates,
+    findings,
+    pipelines,
+    simulator,
+    verified,
+)
 from llm_pretrain.hardware import CLUSTERS, Cluster, size_text
-
-if TYPE_CHECKING:
-    from llm_pretrain.config.tree import Config
-    from llm_pretrain.forecast.simulated_steps import Mesh, SimulatedStep, Simulator
+from llm_pretrain.launch.options import add_settings, given_options
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE. The step is that of train_pretrain.py (torchrun); the
@@ -38,8 +49,6 @@ _FIELDS = {each.name: each for each in dataclasses.fields(Cluster)}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    from llm_pretrain.launch.options import add_settings
-
     parser.usage = "llm-pretrain simulate --config FILE [options] [--section.field VALUE ...]"
     parser.add_argument(
         "--config", action="append", required=True, metavar="FILE", help="as for the scripts; later wins"
@@ -67,11 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the step, the search or the comparison; 1 where it does not fit or a difference is found."""
-    from llm_pretrain.commands.estimate import with_vocabulary
-    from llm_pretrain.config.loading import load_config
-    from llm_pretrain.forecast.simulated_steps import simulator
-    from llm_pretrain.launch.options import given_options
-
     options = given_options(arguments)
     world_size = arguments.search or arguments.world_size
     _check(arguments)
@@ -102,9 +106,8 @@ def _check(arguments: argparse.Namespace) -> None:
     problems = []
     if arguments.gpu is not None and arguments.gpu.lower() not in CLUSTERS:
         problems.append(f"--gpu: expected one of {', '.join(CLUSTERS)}, found {arguments.gpu!r}")
-    missing = [
-        name for name, field in _FIELDS.items() if _is_required(field) and not getattr(arguments, name)
-    ]
+    required = [name for name, field in _FIELDS.items() if field.default is dataclasses.MISSING]
+    missing = [name for name in required if not getattr(arguments, name)]
     if arguments.gpu is None and not arguments.verify and missing:
         problems.append(
             f"--gpu: expected one of {', '.join(CLUSTERS)}, found none; or set --{', --'.join(missing)}"
@@ -119,10 +122,6 @@ def _check(arguments: argparse.Namespace) -> None:
             problems.append(f"--{name}: expected more than 0, found {value:g}")
     if problems:
         raise ConfigError(*problems)
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING
 
 
 def _machine(arguments: argparse.Namespace) -> Cluster:
@@ -157,8 +156,6 @@ def _fits(step: SimulatedStep, machine: Cluster) -> bool:
 
 
 def _as_json(step: SimulatedStep, config: Config, world_size: int, machine: Cluster) -> dict[str, Any]:
-    from llm_pretrain.forecast.simulated_steps import findings
-
     return {
         **dataclasses.asdict(step),
         "fits": _fits(step, machine),
@@ -174,8 +171,6 @@ def _as_json(step: SimulatedStep, config: Config, world_size: int, machine: Clus
 def _print_step(
     step: SimulatedStep, config: Config, world_size: int, machine: Cluster, gpu: str | None
 ) -> None:
-    from llm_pretrain.forecast.simulated_steps import findings
-
     name, distributed, training = gpu or "GPUs", config.distributed, config.training
     sizes = distributed.mesh(world_size)
     mesh = f"{sizes.dp_replicate} x {sizes.dp_shard}, ep {distributed.ep_size}"
@@ -238,8 +233,6 @@ def search_meshes(
         machine: Machine of the ranks.
         world_size: Ranks.
     """
-    from llm_pretrain.forecast.simulated_steps import SEARCHED_SHARE, candidates, pipelines
-
     rows: list[tuple[SimulatedStep, Mesh]] = []
 
     def fits(mesh: Mesh) -> bool:
@@ -265,8 +258,6 @@ def search_meshes(
 def _search(
     worker: Simulator, options: list[str], config: Config, machine: Cluster, arguments: argparse.Namespace
 ) -> int:
-    from llm_pretrain.forecast.simulated_steps import findings
-
     world_size = arguments.search
     rows = search_meshes(worker, options, config, machine, world_size)
     if not rows:
@@ -298,8 +289,6 @@ def _search(
 
 
 def _verify(options: list[str], arguments: argparse.Namespace) -> int:
-    from llm_pretrain.forecast.simulated_steps import verified
-
     rows = verified(options)
     if arguments.json:
         print(json.dumps(rows, indent=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from llm_pretrain.commands.options import add_parameters, chosen
+from llm_pretrain.data.tokenizer_training import train_tokenizer
 from llm_pretrain.errors import printable
 
 EXAMPLES = """types:
@@ -26,16 +27,12 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from llm_pretrain.data.tokenizer_training import train_tokenizer
-
     parser.description = "Trains a lossless tokenizer that transformers opens."
     add_parameters(parser, train_tokenizer)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains the tokenizer and prints how well it compresses the text."""
-    from llm_pretrain.data.tokenizer_training import train_tokenizer
-
     report = train_tokenizer(**chosen(arguments, train_tokenizer))
     print(f"tokenizer  {printable(arguments.output)}, {arguments.type}, {report.vocab_size} tokens")
     sampled = f" of {report.text_bytes:,}" if report.sampled_bytes < report.text_bytes else ""

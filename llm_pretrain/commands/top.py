@@ -6,9 +6,8 @@ It only reads the run's files, so it can run on any machine that has the folder 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from llm_pretrain.errors import ConfigError
+from llm_pretrain.commands.options import add_parameters, chosen
 
 EXAMPLES = """\
 step   done, of training.max_steps
@@ -24,20 +23,14 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or a folder of such folders"
-    )
-    parser.add_argument("--once", action="store_true", help="show the table once and leave")
-    parser.add_argument(
-        "--seconds", type=float, default=1.0, help="between two looks (default: 1; at least 0.1)"
-    )
+    from llm_pretrain.tracking.top import watch_runs
+
+    add_parameters(parser, watch_runs, without=["console", "sleep"], positional=["paths"])
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the runs; returns the exit code."""
-    if not arguments.seconds >= 0.1:
-        raise ConfigError(f"--seconds: expected at least 0.1, found {arguments.seconds}")
-    from llm_pretrain.tracking import top
+    from llm_pretrain.tracking.top import watch_runs
 
-    top.watch_runs(arguments.runs, once=arguments.once, seconds=arguments.seconds)
+    watch_runs(**chosen(arguments, watch_runs))
     return 0

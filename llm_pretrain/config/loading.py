@@ -207,7 +207,9 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
         needs_data: Whether `data.sources` must name a store.
     """
     out_of_range = [
-        line for section in field_types(Config) for line in check_ranges(getattr(config, section), section)
+        line
+        for section, kind in field_types(Config).items()
+        for line in check_ranges(kind, vars(getattr(config, section)), f"{section}.")
     ]
     doubtful = named_settings(out_of_range)
     contradictions = list(check_mesh(config, world_size)) or [*config.check_batch(world_size)]
@@ -222,7 +224,7 @@ def shape_problems(model: ModelConfig) -> list[str]:
         for name, kind in field_types(ModelConfig).items()
         for line in check_value(f"model.{name}", kind, getattr(model, name))
     ]
-    return wrong_types or [*check_ranges(model, "model")] or [*model.check_heads()]
+    return wrong_types or [*check_ranges(ModelConfig, vars(model), "model.")] or [*model.check_heads()]
 
 
 @functools.cache

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
-from llm_pretrain.config.evaluation_config import PredictedLoss
 from llm_pretrain.config.schema import describe, documentation, field_types
-from llm_pretrain.config.tree import Config, SourceConfig, WeightChange
+from llm_pretrain.config.tree import Config
 
 _INTRODUCTION = """\
 # Configuration
@@ -22,13 +21,6 @@ prints the resolved settings with these comments, and the printed text can be pa
 unknown setting, a wrong type or a contradiction stops the run with one line for each problem.
 """
 
-_ENTRIES = {
-    "data.sources": SourceConfig,
-    "data.weight_changes": WeightChange,
-    "evaluation.prediction": PredictedLoss,
-}
-"""Settings that are lists of dataclasses."""
-
 
 def reference() -> str:
     """The whole reference as Markdown."""
@@ -41,11 +33,12 @@ def _lines() -> Iterator[str]:
         summary, docs = documentation(cls)
         yield f"\n## `{section}`\n\n{summary}\n\n"
         yield from _table(cls, docs, prefix=f"{section}.")
-        for name, entry in _ENTRIES.items():
-            if name.startswith(f"{section}."):
-                summary, docs = documentation(entry)
-                yield f"\nAn entry of `{name}` is `{{{', '.join(docs)}}}`:\n\n"
-                yield from _table(entry, docs, prefix="")
+        for name, kind in field_types(cls).items():
+            for entry in get_args(kind):
+                if dataclasses.is_dataclass(entry) and isinstance(entry, type):
+                    summary, docs = documentation(entry)
+                    yield f"\nAn entry of `{section}.{name}` is `{{{', '.join(docs)}}}`:\n\n"
+                    yield from _table(entry, docs, prefix="")
 
 
 def _table(cls: type, docs: dict[str, str], prefix: str) -> Iterator[str]:

@@ -77,13 +77,17 @@ def _field_ranges(cls: type) -> dict[str, Range]:
     }
 
 
-def check_ranges(section: Any, prefix: str) -> Iterator[str]:
-    """One line for each number in the dataclass instance `section` that is outside of its range."""
-    for name, bounds in _field_ranges(type(section)).items():
-        value = getattr(section, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and (expected := bounds.expected(value)):
-            yield f"{prefix}.{name}: expected {expected}, found {value}"
+def check_ranges(cls: Any, values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """One line for each number that is outside of the range that the dataclass or function `cls` gives it."""
+    for field, value in values.items():
+        entries = enumerate(value) if isinstance(value, list) else ()
+        for name, each in [(field, value), *((f"{field}[{i}]", entry) for i, entry in entries)]:
+            if dataclasses.is_dataclass(each):
+                yield from check_ranges(type(each), vars(each), f"{prefix}{name}.")
+            elif isinstance(each, bool) or not isinstance(each, int | float):
+                continue
+            elif expected := _field_ranges(cls)[field].expected(each):
+                yield f"{prefix}{name}: expected {expected}, found {each}"
 
 
 def check_value(name: str, kind: Any, value: object, origin: str = "") -> list[str]:
@@ -207,7 +211,7 @@ def in_file(origin: str) -> str:
 def documentation(cls: type) -> tuple[str, dict[str, str]]:
     """First line of a dataclass's docstring, and field to its text under `Args:`."""
     docstring = inspect.cleandoc(cls.__doc__ or "")
-    arguments = textwrap.dedent(docstring.partition("\nArgs:\n")[2])
+    arguments = textwrap.dedent(docstring.partition("\nArgs:\n")[2].partition("\n\n")[0])
     parts = re.split(r"(?m)^(\w+): ", arguments)[1:]
     names, texts = parts[::2], (" ".join(text.split()) for text in parts[1::2])
     return docstring.partition("\n")[0], dict(zip(names, texts, strict=True))

@@ -16,6 +16,7 @@ import psutil
 from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.loading import dump_yaml
 from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader import evaluation_batches
 from llm_pretrain.errors import ConfigError, DivergedError, PretrainError, ResourceError
 from llm_pretrain.files import make_folder, replace_text
 from llm_pretrain.forecast.budget import (
@@ -275,8 +276,6 @@ def measure_speed(
 
 def evaluated_tokens(base: Config) -> int:
     """Tokens of one evaluation."""
-    from llm_pretrain.data.loader import evaluation_batches
-
     return sum(evaluation_batches(base).sequences) * base.training.sequence_length
 
 

@@ -8,14 +8,13 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from llm_pretrain.config.mesh_checks import check_mesh
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, ResourceError
 from llm_pretrain.hardware import Cluster
 from llm_pretrain.launch.jobs import PACKAGE_ROOT, RUN_MODULE, launch_environment
-
-if TYPE_CHECKING:
-    from llm_pretrain.config.tree import Config
 
 PAGE = 4096
 """Bytes of a page: below it, a link's time is that of its hops."""
@@ -296,7 +295,6 @@ def _fitting(config: Config, world_size: int, machine: Cluster, like: Mesh) -> l
 
 def _may_fit(mesh: Mesh, config: Config, world_size: int, machine: Cluster) -> bool:
     """Whether a mesh is allowed, and `estimate` finds memory for it."""
-    from llm_pretrain.config.mesh_checks import check_mesh
     from llm_pretrain.memory import estimate_memory
 
     on_mesh = mesh.of(config)

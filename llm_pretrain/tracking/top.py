@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from llm_pretrain.config.schema import Range
 from llm_pretrain.errors import ConfigError, printable
 from llm_pretrain.files import open_plain
 from llm_pretrain.runs.record import (
@@ -45,15 +47,15 @@ def watch_runs(
     paths: Sequence[Path],
     *,
     once: bool = False,
-    seconds: float = 1.0,
+    seconds: Annotated[float, Range(ge=0.1)] = 1.0,
     console: Console | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Show runs until all have ended or the user interrupts; once, where the output is no terminal.
 
     Args:
-        paths: Run folders, which may be created later, or folders of run folders.
-        once: Show the table only once.
+        paths: Folders of runs, which may be created later, or folders of such folders.
+        once: Show the table once and leave.
         seconds: Time between two looks.
         console: Output; by default standard output.
         sleep: Called with `seconds` between two looks.

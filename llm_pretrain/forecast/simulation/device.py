@@ -11,6 +11,7 @@ import types
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import decomposition_table
@@ -95,7 +96,6 @@ class _Module(types.ModuleType):
 def register() -> torch.device:
     """Make the device known to torch, once in a process; returns it."""
     if not _libraries:
-        import torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import _create_fake_pg
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 

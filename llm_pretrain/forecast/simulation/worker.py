@@ -2,7 +2,8 @@
 
     python -m llm_pretrain.forecast.simulation.worker
 
-Standard input is one JSON object a line, a `SimulationJob`; standard output one line for each, its result.
+Standard input is one JSON object a line, the arguments of `simulate`; standard output one line for each, its
+result.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llm_pretrain.config.loading import compiles, load_config
 from llm_pretrain.errors import PretrainError
@@ -26,30 +28,9 @@ from llm_pretrain.forecast.simulation.trace import Trace, traced_step
 from llm_pretrain.hardware import Cluster
 
 
-@dataclass
-class SimulationJob:
-    """What to simulate.
-
-    Args:
-        options: The scripts'.
-        world_size: Ranks.
-        machine: Fields of `Cluster`.
-        layers: The model's number; None for the configuration's.
-        rank: The simulated one.
-    """
-
-    options: list[str]
-    world_size: int
-    machine: dict[str, Any]
-    layers: int | None
-    rank: int
-
-
 @contextmanager
 def fake_ranks(world_size: int, backend: str, rank: int = 0) -> Iterator[None]:
     """A process group of which this is a rank; nothing is sent."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -57,16 +38,26 @@ def fake_ranks(world_size: int, backend: str, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def simulate(job: SimulationJob) -> dict[str, Any]:
-    """Trace a job's step, with layers that are not compiled; its result as plain data."""
-    device, machine = register(), Cluster(**job.machine)
-    given = load_config(job.options, needs_data=False, has_bf16=True, world_size=job.world_size)
+def simulate(
+    options: list[str], world_size: int, machine: Cluster, layers: int | None, rank: int
+) -> dict[str, Any]:
+    """Trace a rank's step, with layers that are not compiled; its result as plain data.
+
+    Args:
+        options: The scripts'.
+        world_size: Ranks.
+        machine: The ranks'.
+        layers: The model's number; None for the configuration's.
+        rank: The simulated one.
+    """
+    device = register()
+    given = load_config(options, needs_data=False, has_bf16=True, world_size=world_size)
     training = replace(given.training, compile="off")
-    model = replace(given.model, num_hidden_layers=job.layers or given.model.num_hidden_layers)
+    model = replace(given.model, num_hidden_layers=layers or given.model.num_hidden_layers)
     config = replace(given, training=training, model=model)
-    fuses = compiles(given, job.world_size, on_gpu=True)
+    fuses = compiles(given, world_size, on_gpu=True)
     roofline = Roofline(machine, fuses=fuses, length=training.sequence_length)
-    ranks = fake_ranks(job.world_size, "cpu:fake,simulated:fake_simulated", job.rank)
+    ranks = fake_ranks(world_size, "cpu:fake,simulated:fake_simulated", rank)
     with ranks, gpu_kernels(divmod(machine.capability, 10)):
         trace = traced_step(config, device, observe=roofline)
     found = asdict(trace) | {"collectives": grouped(trace, machine.gpus_per_node)}
@@ -93,7 +84,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         try:
-            result = simulate(SimulationJob(**json.loads(line)))
+            job = json.loads(line)
+            result = simulate(**job | {"machine": Cluster(**job["machine"])})
         except PretrainError as error:
             result = {"errors": str(error).splitlines()}
         print(json.dumps(result), flush=True)
