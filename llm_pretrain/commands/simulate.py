@@ -1,7 +1,6 @@
 """`llm-pretrain simulate`: one training step of one rank of any number, without a GPU.
 
-The step is the run's own code on tensors without values. `--search` finds a mesh, `--verify` compares small
-meshes with real ranks.
+The step is the run's own code on tensors without values. `--search` finds a mesh.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from llm_pretrain.forecast.simulated_steps import (
     findings,
     pipelines,
     simulator,
-    verified,
 )
 from llm_pretrain.hardware import CLUSTERS, Cluster, size_text
 from llm_pretrain.launch.options import add_settings, given_options
@@ -34,14 +32,13 @@ EXAMPLES = """\
 Every other option is a setting, --section.field VALUE. The step is that of train_pretrain.py (torchrun); the
 Accelerate script's is not simulated. Times are lower bounds: no kernel and no collective
 reaches the data sheets. --network_gb_per_second 12.5 and the like describe another machine.
-exit code: 0; 1 where the peak does not fit or --verify finds a difference; 2 for wrong input
+exit code: 0; 1 where the peak does not fit; 2 for wrong input
 
 examples:
   llm-pretrain simulate --config configs/olmoe-1b-7b.yaml --gpu h100 --world-size 64
   llm-pretrain simulate --config configs/qwen3-30b-a3b.yaml --gpu h100 --world-size 1024 \\
       --distributed.dp_replicate_size 8 --distributed.dp_shard_size 128 --distributed.ep_size 8
   llm-pretrain simulate --config configs/qwen3-30b-a3b.yaml --gpu h100 --search 1024
-  llm-pretrain simulate --config configs/tiny-moe.yaml --verify
 """
 
 _FIELDS = {each.name: each for each in dataclasses.fields(Cluster)}
@@ -65,22 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--search", type=int, metavar="GPUS", help="find the mesh with the shortest step that fits"
     )
-    parser.add_argument(
-        "--verify", action="store_true",
-        help="run small meshes on this machine's CPU and compare peaks and collectives with simulated ones; "
-        "train_pretrain.py's, not the Accelerate script's",
-    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the step, the search or the comparison; 1 where it does not fit or a difference is found."""
+    """Print the step or the search; returns 1 where it does not fit."""
     options = given_options(arguments)
     world_size = arguments.search or arguments.world_size
     _check(arguments)
-    if arguments.verify:
-        return _verify([*options, "--model.vocab_size", "512"], arguments)
     machine = _machine(arguments)
     if arguments.search:  # the configuration's own mesh does not count
         for name, value in (("strategy", "fsdp"), ("dp_replicate_size", "1"), ("dp_shard_size", "null")):
@@ -108,7 +98,7 @@ def _check(arguments: argparse.Namespace) -> None:
         problems.append(f"--gpu: expected one of {', '.join(CLUSTERS)}, found {arguments.gpu!r}")
     required = [name for name, field in _FIELDS.items() if field.default is dataclasses.MISSING]
     missing = [name for name in required if not getattr(arguments, name)]
-    if arguments.gpu is None and not arguments.verify and missing:
+    if arguments.gpu is None and missing:
         problems.append(
             f"--gpu: expected one of {', '.join(CLUSTERS)}, found none; or set --{', --'.join(missing)}"
         )
@@ -286,26 +276,3 @@ def _search(
     for each in findings(rows[0][0], best.of(config), machine):
         print(f"warning: {each}")
     return 0
-
-
-def _verify(options: list[str], arguments: argparse.Namespace) -> int:
-    rows = verified(options)
-    if arguments.json:
-        print(json.dumps(rows, indent=1))
-    differences = 0
-    for row in rows:
-        simulated, real = row["simulated"], row["real"]
-        same_peak, same_rows = (
-            simulated["peak"] == real["peak"],
-            simulated["collectives"] == real["collectives"],
-        )
-        differences += not (same_peak and same_rows)
-        if arguments.json:
-            continue
-        peak = "equal" if same_peak else f"NOT {real['peak']:,}"
-        rest = "equal" if same_rows else f"NOT equal ({len(real['collectives'])} run)"
-        print(
-            f"{row['mesh']:<28} peak {simulated['peak']:>10,} bytes: {peak}; "
-            f"{len(simulated['collectives'])} collectives in order and bytes: {rest}"
-        )
-    return 1 if differences else 0

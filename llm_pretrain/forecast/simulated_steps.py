@@ -195,19 +195,6 @@ def _environment() -> dict[str, str]:
     return launch_environment(PACKAGE_ROOT, gpus="") | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def verified(options: Sequence[str]) -> list[dict[str, Any]]:
-    """Small meshes, simulated and run: `mesh`, and peak and collectives of both.
-
-    Raises:
-        ResourceError: a rank failed.
-    """
-    command = [*RUN_MODULE, "llm_pretrain.forecast.simulation.verify", json.dumps(list(options))]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ResourceError(f"--verify: expected small steps to run here, found: {_reason(done.stderr)}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @dataclass(frozen=True)
 class Mesh:
     """Sizes of a mesh."""

@@ -1,6 +1,6 @@
 """Compares simulated steps with real ones: the configuration made small, on ranks of this machine's CPU.
 
-    python -m llm_pretrain.forecast.simulation.verify OPTIONS [RANK FOLDER]
+    python tests/support/simulated_meshes.py OPTIONS [RANK FOLDER]
 
 `OPTIONS` is a JSON list of script options. Without a rank, it starts four ranks, simulates the same steps and
 prints one line of JSON for each mesh.
@@ -136,7 +136,7 @@ def run_rank(config: Config, rank: int, folder: Path) -> None:
 def compare(config: Config, options: str) -> None:
     """Start the ranks, simulate the same, and print both."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "llm_pretrain.forecast.simulation.verify", options]
+        command = [sys.executable, __file__, options]
         ranks = [
             subprocess.Popen([*command, str(rank), folder], stderr=subprocess.PIPE, text=True)
             for rank in range(RANKS)
