@@ -63,6 +63,8 @@ class Evaluator:
         self.is_collective = is_collective
         self.labels = list(labels) if len(labels) > 1 else []
         self.token_bytes = torch.from_numpy(np.asarray(store.token_bytes()))
+        self.tokens = self.text_bytes = 0
+        """Targets of the last evaluation, and their UTF-8 bytes."""
 
     @torch.no_grad()
     def __call__(self, model: Module) -> dict[str, float | None] | None:
@@ -93,7 +95,11 @@ class Evaluator:
         if any(part is None for part in gathered):
             return None
         rows = [values for _, values in sorted(pair for part in gathered for pair in part)]
-        return self._metrics([math.fsum(column) for column in zip(*rows, strict=True)]) if rows else {}
+        if not rows:
+            return {}
+        totals = [math.fsum(column) for column in zip(*rows, strict=True)]
+        self.tokens, self.text_bytes = int(totals[1]), int(totals[3])
+        return self._metrics(totals)
 
     def unseen_sources(self) -> list[str]:
         """Warnings before training: one if nothing is evaluated, else one for each source left out."""
