@@ -281,26 +281,17 @@ def _compare(
                 continue
             left.remove(disk_name)
             found = files.read(disk_name)
+            kinds = [str(each.dtype).removeprefix("torch.") for each in (expected, found)]
             if (found.dtype, found.shape) != (expected.dtype, expected.shape):
                 check.fail(
-                    f"{disk_name}: expected {dtype_name(expected)} {list(expected.shape)}, "
-                    f"found {dtype_name(found)} {list(found.shape)}"
+                    f"{disk_name}: expected {kinds[0]} {list(expected.shape)}, "
+                    f"found {kinds[1]} {list(found.shape)}"
                 )
-            elif bad := count_non_finite(found):
+            elif bad := int((~found.isfinite()).sum()):
                 check.fail(f"{disk_name}: expected finite values, found {bad} that are not")
             elif values and (others := tensor_difference(expected, found)):
-                kind = dtype_name(expected)
-                check.fail(f"{disk_name}: expected the checkpoint's values in {kind}, found others: {others}")
+                wanted = f"the checkpoint's values in {kinds[0]}"
+                check.fail(f"{disk_name}: expected {wanted}, found others: {others}")
     for name in sorted(left):
         check.fail(f"{name}: expected no such tensor, found one")
     return count
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """`float32` and the like."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def count_non_finite(tensor: Tensor) -> int:
-    """Number of NaN and infinite values."""
-    return int((~tensor.isfinite()).sum()) if tensor.is_floating_point() else 0
