@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from llm_pretrain.config.loading import to_dict
+from llm_pretrain.config.loading import dump_yaml, to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import OutputError
+from llm_pretrain.files import replace_text
 from llm_pretrain.hardware import device_peak_flops, environment, memory_bytes
 from llm_pretrain.model.sizes import count_parameters, flops_per_token
 from llm_pretrain.runs.folder import RunFolder
@@ -329,7 +330,7 @@ def record_attempt(
     zlib_bits_per_byte: float | None,
     kernels: KernelChoice | None,
 ) -> None:
-    """Append this attempt's row to attempts.jsonl; for rank 0.
+    """Append this attempt's row to attempts.jsonl, then write its config.yaml; for rank 0.
 
     Args:
         folder: The run's.
@@ -340,7 +341,7 @@ def record_attempt(
         kernels: The outcome of their check; None if nothing was checked.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: a file cannot be written.
     """
     versions = environment(engine.device)
     size = count_parameters(config.model)
@@ -362,6 +363,8 @@ def record_attempt(
     }
     with MetricsWriter(folder.attempts) as attempts:
         attempts.append(row)
+    folder.check()
+    replace_text(folder.config, dump_yaml(config))
 
 
 def _samples_bytes(folder: RunFolder) -> int:
