@@ -62,12 +62,8 @@ def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
     """Lists of `size` micro batches, one list per optimizer step."""
     with worker_errors():
         iterator = iter(batches)
-    while True:
-        with worker_errors():
-            window = list(islice(iterator, size))
-        if not window:
-            return
-        yield window
+        while window := list(islice(iterator, size)):
+            yield window
 
 
 class Trainer:
@@ -219,7 +215,7 @@ class Trainer:
         return self._evaluation_is_due() or self.checkpoints.is_due(step) or is_checked
 
     def _evaluate_and_write(self, *, due: bool) -> None:
-        """Evaluate if due, and write the step's row.
+        """Evaluate if due, and write the step's row; then keep the best weights and generate samples.
 
         An evaluation that a stop signal ended stays pending: the resumed run writes it in a row of its own.
         With an average of the parameters (EMA), the average is evaluated and saved as the best weights.
@@ -228,27 +224,25 @@ class Trainer:
             self.progress.pending_evaluation = False
             self.recorder.flush()
             return
-        heartbeat(f"the evaluation after step {self.progress.step}")
-        with ema_parameters(self.engine.model_and_optimizer()[1]):
-            metrics = self.evaluator(self.engine.model_and_optimizer()[0])
+        step, console = self.progress.step, self.recorder.console
+        model, optimizer = self.engine.model_and_optimizer()
+        heartbeat(f"the evaluation after step {step}")
+        with ema_parameters(optimizer):
+            metrics = self.evaluator(model)
+            loss = metrics.get("eval/loss") if metrics else None
             self.progress.pending_evaluation = metrics is None
             if metrics:
-                step, loss = self.progress.step, metrics.get("eval/loss")
-                self.recorder.evaluation(metrics | self.predicted.metrics(step, loss, self.recorder.console))
+                self.recorder.evaluation(metrics | self.predicted.metrics(step, loss, console))
                 self.progress.evaluated(metrics)
             self.recorder.flush()
-            if metrics is not None:
-                self._after_evaluation(metrics.get("eval/loss"))
-
-    def _after_evaluation(self, loss: float | None) -> None:
-        """Save the best weights and generate samples."""
-        model, _ = self.engine.model_and_optimizer()
-        if loss is not None:
-            heartbeat(f"keeping the best weights of step {self.progress.step}", files=True)
-            self.checkpoints.keep_best(self.progress, loss)
-        heartbeat(f"generating samples after step {self.progress.step}")
-        assert isinstance(model, Decoder)
-        self.samples.write(model, self.progress.step, self.recorder.console, rank=self.engine.rank)
+            if metrics is None:
+                return
+            if loss is not None:
+                heartbeat(f"keeping the best weights of step {step}", files=True)
+                self.checkpoints.keep_best(self.progress, loss)
+            heartbeat(f"generating samples after step {step}")
+            assert isinstance(model, Decoder)
+            self.samples.write(model, step, console, rank=self.engine.rank)
 
     def _stop_requested(self) -> bool:
         """Whether any rank received a stop signal; raises on every rank if one failed to write a file."""
