@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +76,8 @@ class Evaluator:
         sums: list[tuple[int, torch.Tensor]] | None = []
         with eagerly(model):
             for first in range(0, len(self.batches), place.sizes.data):
-                if self._should_stop():
+                stopping = self.stop_requested()
+                if any_rank(self.ranks, stopping)[0] if self.is_collective else stopping:
                     sums = None
                     break
                 heartbeat()
@@ -122,11 +121,6 @@ class Evaluator:
                 )
                 lines.append(f"no sequence of source {label} is evaluated: {reason}")
         return lines
-
-    def _should_stop(self) -> bool:
-        if not self.is_collective:
-            return self.stop_requested()
-        return any_rank(self.ranks, self.stop_requested())[0]
 
     def _batch_sums(self, batch: Batch) -> torch.Tensor | None:
         """Sums of a batch, float64 [4 + 4K]; [4] with one source. None where another stage has the losses.
@@ -265,9 +259,12 @@ class Samples:
         # if a forward pass is a collective, all ranks must make the same number of them, so that no rank
         # stops at the end of its texts; they are cut below
         stop_ids = () if end is None or self.is_collective else (end,)
+        # where a sharded strategy gathers parameters in low precision, they multiply in it
+        precision = self.config.training.precision if self.is_collective else "fp32"
+        low = autocast(next(model.parameters()).device.type, precision)
         model.eval()
         try:
-            with torch.no_grad(), eagerly(model), self._precision(model):
+            with torch.no_grad(), eagerly(model), low:
                 for tokens in generation.generate(
                     model,
                     prompts,
@@ -286,11 +283,6 @@ class Samples:
             model.train(was_training)
         cut = [ids[: ids.index(end) + 1] if end in ids else ids for ids in new_ids]
         return [_continuation(tokenizer, ids, new) for ids, new in zip(prompts, cut, strict=True)]
-
-    def _precision(self, model: Decoder) -> AbstractContextManager[Any]:
-        """Autocast if a sharded strategy gathers parameters in low precision; else full precision."""
-        device = next(model.parameters()).device.type
-        return autocast(device, self.config.training.precision if self.is_collective else "fp32")
 
     def _prompt_ids(self, model: Decoder, tokenizer: Tokenizer) -> list[list[int]]:
         """Token ids of each prompt, after the token that starts a document; long prompts are truncated on the

@@ -327,9 +327,10 @@ def _check_shape(folder: Path, source_config: ModelConfig, target_config: ModelC
         for name in _compared_fields(source_config, target_config)
         if getattr(source_config, name) != getattr(target_config, name)
     ]
-    if source_config.vocab_size != target_config.vocab_size and not _is_padded(source_config, target_config):
+    rows = source_config.vocab_size or 0
+    if target_config.vocab_size not in (rows, -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE):
         problems.append(
-            f"model.vocab_size: expected {source_config.vocab_size}, or that rounded up to a multiple of "
+            f"model.vocab_size: expected {rows}, or that rounded up to a multiple of "
             f"{VOCAB_MULTIPLE}, found {target_config.vocab_size}"
         )
     if source_config.router_bias_update_rate > 0 and target_config.router_bias_update_rate == 0:
@@ -348,7 +349,7 @@ def _compared_fields(source_config: ModelConfig, target_config: ModelConfig) -> 
     if source_config.rope_type != "default":  # continued pretraining may add RoPE scaling
         yield from ("rope_type", "rope_factor")
         yield from ("rope_original_context",) if source_config.rope_type == "yarn" else ()
-    if has_dense_layers(source_config) and has_dense_layers(target_config):
+    if all(len(each.moe_layers) < each.num_hidden_layers for each in (source_config, target_config)):
         yield "intermediate_size"
     if source_config.moe_layers:
         yield from _COMPARED_WITH_EXPERTS if target_config.moe_layers else ("num_experts",)
@@ -359,12 +360,6 @@ def _compared_fields(source_config: ModelConfig, target_config: ModelConfig) -> 
 def _shown(model: ModelConfig, name: str) -> Any:
     """A field's value for a message, booleans as YAML has them."""
     return str(value).lower() if isinstance(value := getattr(model, name), bool) else value
-
-
-def _is_padded(source_config: ModelConfig, target_config: ModelConfig) -> bool:
-    """Whether the target's vocabulary is the source's, rounded up to a multiple of `VOCAB_MULTIPLE`."""
-    rows = source_config.vocab_size or 0
-    return target_config.vocab_size == -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def _check_tokenizer(folder: Path, config: Config) -> None:
@@ -392,11 +387,6 @@ def _vocabulary(folder: Path) -> dict[int, str]:
     except Exception:  # the library raises no other type
         return {}
     return {id: token for token, id in tokens.items()}
-
-
-def has_dense_layers(model: ModelConfig) -> bool:
-    """Whether any layer has no experts."""
-    return len(model.moe_layers) < model.num_hidden_layers
 
 
 def upcycling_problems(source_config: ModelConfig, target_config: ModelConfig) -> list[str]:
