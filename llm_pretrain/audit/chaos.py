@@ -381,14 +381,11 @@ def table_line(*cells: str) -> str:
 
 def result_content(facts: Mapping[str, Any], result: ChaosResult, plan: ChaosPlan) -> dict[str, Any]:
     """Content of chaos.json; `facts` are those of the call."""
+    names = ("world_size", "paths", "save_steps", "kill", "places")
     return {
         "verdict": result.verdict,
         **facts,
-        "world_size": plan.world_size,
-        "paths": plan.paths,
-        "save_steps": plan.save_steps,
-        "kill": plan.kill,
-        "places": plan.places,
+        **{name: getattr(plan, name) for name in names},
         "failure": result.failure,
         "missing": result.missing,
         "attempts": [

@@ -92,12 +92,9 @@ def check_status_file(check: Check, run: RunFiles) -> None:
     file = run.folder / "status.json"
     try:
         content = read_json(file)
-    except OSError as error:
-        raise CheckpointError(
-            f"{file}: expected the run's status, found: {error.strerror or error}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected the run's status as JSON, found: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        found = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{file}: expected the run's status as JSON, found: {found}") from error
     if not isinstance(content, dict) or content.get("state") not in _STATES:
         found = content.get("state") if isinstance(content, dict) else content
         raise CheckpointError(f"{file}: expected a state of {', '.join(_STATES)}, found {found!r:.40}")
@@ -117,16 +114,10 @@ def read_config(check: Check, run: RunFiles) -> None:
         return
     try:
         tree = read_yaml_file(file)
-    except OSError as error:
-        raise ConfigError(
-            f"{file}: expected the run's configuration, found: {error.strerror or error}"
-        ) from error
-    except (ValueError, YamlError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{file}: expected the run's configuration as YAML, found: {reason}") from error
+    except (OSError, ValueError, YamlError, RecursionError) as error:
+        found = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ConfigError(f"{file}: expected the run's configuration as YAML, found: {found}") from error
     try:
-        if not isinstance(tree, dict):
-            raise ConfigError(f"expected sections, found {type(tree).__name__}")
         config = from_dict(tree)
         if problems := _problems(config, size if is_integer(size) and size > 0 else 1):
             raise ConfigError(*problems)

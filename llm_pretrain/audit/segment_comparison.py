@@ -72,27 +72,19 @@ class SegmentResult(Comparison):
     def as_dict(self) -> dict[str, Any]:
         segment = self.segment
         legs = [
-            {
-                "first": leg.first,
-                "last": leg.last,
-                "attempt": leg.attempt.number,
-                "path": leg.path,
-                "world_size": leg.world_size,
-            }
+            {name: getattr(leg, name) for name in ("first", "last", "path", "world_size")}
+            | {"attempt": leg.attempt.number}
             for leg in segment.legs
         ]
+        names = ("rows", "columns", "other_rows", "compared", "failure")
         return {
             "start": segment.start,
             "end": segment.end,
             "legs": legs,
             **super().as_dict(),
-            "rows": self.rows,
-            "columns": self.columns,
-            "other_rows": self.other_rows,
+            **{name: getattr(self, name) for name in names},
             "facts": [each.text for each in self.facts],
             "tensors": [each.text for each in self.tensors],
-            "compared": self.compared,
-            "failure": self.failure,
             "seconds": round(self.seconds, 1),
         }
 

@@ -132,7 +132,7 @@ def own_part(batch: Batch, place: Place) -> Batch:
     )
 
 
-def dummy_batch(device: torch.device, place: Place = Place()) -> Batch:  # noqa: B008 (it is frozen)
+def dummy_batch(device: torch.device, place: Place) -> Batch:
     """A rank's part of a batch [1, 16 * parts] for a forward pass whose result is not used.
 
     FP8 products need a multiple of 16.

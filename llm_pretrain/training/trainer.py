@@ -157,9 +157,9 @@ class Trainer:
     def _train(self, batches: Iterable[Batch]) -> int:
         config, progress = self.config, self.progress
         saved_step = progress.step if self.checkpoints.is_saved(progress.step) else None
-        if progress.pending_evaluation:
+        if progress.evaluation_owed:
             saved_step = None  # the checkpoint marks it pending: save again once it is done
-        if progress.step == 0 or progress.pending_evaluation:
+        if progress.step == 0 or progress.evaluation_owed:
             self._evaluate_and_write(due=config.evaluation.eval_steps > 0)
         stopping = self._stop_requested()
         remaining = windows(batches, config.gradient_accumulation_steps(self.engine.world_size))
@@ -221,7 +221,7 @@ class Trainer:
         With an average of the parameters (EMA), the average is evaluated and saved as the best weights.
         """
         if not due:
-            self.progress.pending_evaluation = False
+            self.progress.evaluation_owed = False
             self.recorder.flush()
             return
         step, console = self.progress.step, self.recorder.console
@@ -230,7 +230,7 @@ class Trainer:
         with ema_parameters(optimizer):
             metrics = self.evaluator(model)
             loss = metrics.get("eval/loss") if metrics else None
-            self.progress.pending_evaluation = metrics is None
+            self.progress.evaluation_owed = metrics is None
             if metrics:
                 self.recorder.evaluation(metrics | self.predicted.metrics(step, loss, console))
                 self.progress.evaluated(metrics)
@@ -265,7 +265,7 @@ class Trainer:
         self._flush()
         if saved_step != step:
             self._save(last=True)
-        if step < self.config.training.max_steps or self.progress.pending_evaluation:
+        if step < self.config.training.max_steps or self.progress.evaluation_owed:
             self.recorder.hurried = True
             return self._preempted(console.info)
         reason = "; ".join(self.status.findings()) or None
