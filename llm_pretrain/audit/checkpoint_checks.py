@@ -14,10 +14,11 @@ from torch import Tensor
 
 from llm_pretrain.audit.checks import Check, Checks
 from llm_pretrain.audit.comparison import tensor_difference
-from llm_pretrain.audit.history_checks import RunFiles, is_integer
+from llm_pretrain.audit.history_checks import RunFiles
 from llm_pretrain.checkpoints.folders import committed_folders, folder_name
 from llm_pretrain.checkpoints.manifest import Manifest, find_damage, fingerprint_differences, read_manifest
 from llm_pretrain.checkpoints.opening import CheckpointTensors, CheckpointWeights
+from llm_pretrain.config.schema import matches_type
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import weight_changes_fingerprint
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
@@ -186,7 +187,7 @@ def _check_best(check: Check, run: RunFiles, path: Path) -> int:
         step, loss = content["step"], content["eval/loss"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected step and eval/loss as JSON, found: {error}") from error
-    if not is_integer(step):
+    if not matches_type(int, step):
         raise CheckpointError(f"{file}: expected a whole number of steps, found {step!r:.40}")
     if run.attempts:  # a running run may have evaluated since the rows were read
         rows = read_rows(run.folder / "metrics.jsonl")

@@ -6,12 +6,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from llm_pretrain.audit.checks import Check
 from llm_pretrain.checkpoints.folders import committed_folders, folder_name
 from llm_pretrain.checkpoints.manifest import Manifest
 from llm_pretrain.config.loading import from_dict, resolve_model, validate
+from llm_pretrain.config.schema import matches_type
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
 from llm_pretrain.data.loader import open_stores
@@ -119,7 +120,7 @@ def read_config(check: Check, run: RunFiles) -> None:
         raise ConfigError(f"{file}: expected the run's configuration as YAML, found: {found}") from error
     try:
         config = from_dict(tree)
-        if problems := _problems(config, size if is_integer(size) and size > 0 else 1):
+        if problems := _problems(config, size if matches_type(int, size) and size > 0 else 1):
             raise ConfigError(*problems)
     except ConfigError as error:
         raise ConfigError(*(f"{file}: {problem}" for problem in error.problems)) from error
@@ -180,7 +181,7 @@ def _ended_at(run: RunFiles) -> int | None:
     last, step = run.config.training.max_steps, run.status.get("step")
     if run.status.get("state") == "finished":
         return last
-    return step if run.ended_with_save and is_integer(step) and 0 <= step <= last else None
+    return step if run.ended_with_save and matches_type(int, step) and 0 <= step <= last else None
 
 
 def check_twice(check: Check, run: RunFiles) -> None:
@@ -188,7 +189,7 @@ def check_twice(check: Check, run: RunFiles) -> None:
     steps = [step for step, row in run.rows.items() if row.get("train/check")]
     for line in fault_lines(run.status, undone=False):
         check.fail(f"silent data corruption at {line}")
-    if last := [step for step in (*steps[-1:], run.status.get("checked")) if is_integer(step)]:
+    if last := [step for step in (*steps[-1:], run.status.get("checked")) if matches_type(int, step)]:
         looked_at = f"{len(steps)} of the rows' steps, the last is step {max(last)}"
         check.looked_at = "; ".join([looked_at, *fault_lines(run.status, undone=True)])
     elif not check.problems:
@@ -202,7 +203,7 @@ def check_status(check: Check, run: RunFiles) -> None:
             check_status_file(check, run)
     state, step, config = run.status["state"], run.status.get("step"), run.known_config
     check.looked_at = f"{state}, step {step}"
-    if not is_integer(step) or step < 0:
+    if not matches_type(int, step) or step < 0:
         check.fail(f"step: expected a whole number of steps, found {step!r:.40}")
         return
     _check_named_checkpoint(check, run, step)
@@ -240,8 +241,3 @@ def spans(numbers: list[int], most: int = 5) -> str:
             found.append([number, number])
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in found[:most]]
     return ", ".join(shown) + (", …" if len(found) > most else "")
-
-
-def is_integer(value: object) -> TypeGuard[int]:
-    """Whether it is an int, but not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)

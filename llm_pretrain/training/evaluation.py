@@ -6,7 +6,6 @@ The batches and the order in which their sums are added do not depend on the num
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -300,7 +299,5 @@ def _continuation(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int
 
 
 def _shown(text: str) -> str:
-    """The text on one line, shortened, in characters that the terminal can print."""
-    line = repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")
-    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
-    return line.encode(encoding, "backslashreplace").decode(encoding)
+    """The text on one line, shortened."""
+    return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")

@@ -253,7 +253,7 @@ def source_metrics(sums: StepSums, config: Config) -> dict[str, object]:
     losses, counts = [[0.0] * len(labels)] * 2 if sums.vector is None else sums.by_source.tolist()
     metrics: dict[str, object] = {}
     for label, loss, tokens in zip(labels, losses, counts, strict=True):
-        metrics[f"train/source/{label}/loss"] = _finite(loss / tokens) if tokens else None
+        metrics[f"train/source/{label}/loss"] = loss / tokens if tokens else None
         metrics[f"train/source/{label}/loss_tokens"] = round(tokens)
     return metrics
 
@@ -265,26 +265,22 @@ def loss_metrics(step: Step, config: Config) -> dict[str, object]:
         return {"train/loss": None}
     loss, z_loss, aux_loss, router_z_loss = step.sums.losses.tolist()
     metrics: dict[str, object] = {
-        "train/loss": _finite(loss / num_loss_tokens),
-        "train/z_loss": _finite(config.training.z_loss_coef * z_loss / num_loss_tokens),
+        "train/loss": loss / num_loss_tokens,
+        "train/z_loss": config.training.z_loss_coef * z_loss / num_loss_tokens,
     }
     if not layers:
         return metrics
-    metrics["train/aux_loss"] = _finite(model.router_aux_loss_coef * aux_loss / num_loss_tokens)
-    metrics["train/router_z_loss"] = _finite(model.router_z_loss_coef * router_z_loss / num_loss_tokens)
+    metrics["train/aux_loss"] = model.router_aux_loss_coef * aux_loss / num_loss_tokens
+    metrics["train/router_z_loss"] = model.router_z_loss_coef * router_z_loss / num_loss_tokens
     assignments = num_loss_tokens * model.num_experts_per_tok
     load = (step.sums.expert_counts.double() / assignments).tolist()
     entropies = step.sums.router_entropies.tolist()
     for index, layer in enumerate(model.moe_layers):
         metrics[f"moe/layer_{layer}/load_max"] = max(load[index]) * model.num_experts
         metrics[f"moe/layer_{layer}/dead_experts"] = sum(share == 0 for share in load[index])
-        metrics[f"moe/layer_{layer}/router_entropy"] = _finite(entropies[index] / num_loss_tokens)
+        metrics[f"moe/layer_{layer}/router_entropy"] = entropies[index] / num_loss_tokens
     metrics["moe/load"] = load
     return metrics
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _hex(digest: list[int]) -> str:

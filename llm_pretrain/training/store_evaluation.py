@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,10 +16,6 @@ if TYPE_CHECKING:
     from llm_pretrain.data.store import TokenStore
     from llm_pretrain.data.tokenizers import Tokenizer
     from llm_pretrain.model.decoder import Decoder, DecoderOutput
-
-
-ZLIB_LIMIT = 64 << 20
-"""Bytes of the text, from its beginning, on which zlib's bits per byte are measured."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +131,13 @@ def evaluate_files(model: Decoder, tokenizer: Tokenizer, config: Config, inputs:
 
 def _zlib_of(stores: Sequence[TokenStore], split: str) -> float | None:
     """zlib's bits per byte of a split's text, decoded from its tokens; None without text."""
-    compressor = zlib.compressobj(9)
-    size = written = 0
+    from llm_pretrain.data.preparation import ZlibRate
+
+    packed = ZlibRate()
     for store in stores:
         pieces = store.tokenizer().token_pieces()
         for ids, _ in store.split(split).iterate():
-            if size >= ZLIB_LIMIT:
+            if packed.is_full:
                 break
-            text = b"".join(pieces[token] for token in ids.tolist())
-            size += len(text)
-            written += len(compressor.compress(text))
-    return 8 * (written + len(compressor.flush())) / size if size else None
+            packed.add(b"".join(pieces[token] for token in ids.tolist()))
+    return packed.bits_per_byte()
