@@ -14,17 +14,16 @@ from torch import Tensor
 
 from llm_pretrain.audit.checks import Check, Checks
 from llm_pretrain.audit.comparison import tensor_difference
-from llm_pretrain.audit.history_checks import RunFiles
+from llm_pretrain.audit.history_checks import RunFiles, is_integer
 from llm_pretrain.checkpoints.folders import committed_folders, folder_name
 from llm_pretrain.checkpoints.manifest import Manifest, find_damage, fingerprint_differences, read_manifest
 from llm_pretrain.checkpoints.opening import CheckpointTensors, CheckpointWeights
-from llm_pretrain.config.schema import matches_type
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import weight_changes_fingerprint
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 from llm_pretrain.export.config_json import huggingface_config, native_config
 from llm_pretrain.export.huggingface import TensorFiles, read_config, to_huggingface
-from llm_pretrain.files import read_json, read_marker, read_plain
+from llm_pretrain.files import read_marker, read_object, read_plain
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.ema import average_name
 from llm_pretrain.runs.rows import read_rows
@@ -182,12 +181,9 @@ def _check_weights(check: Check, run: RunFiles, path: Path) -> None:
 def _check_best(check: Check, run: RunFiles, path: Path) -> int:
     """Compare best.json with the evaluation of its step; returns the step."""
     file = path / "best.json"
-    try:
-        content = read_json(file)
-        step, loss = content["step"], content["eval/loss"]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected step and eval/loss as JSON, found: {error}") from error
-    if not matches_type(int, step):
+    content = read_object(file)
+    step, loss = content.get("step"), content.get("eval/loss")
+    if not is_integer(step):
         raise CheckpointError(f"{file}: expected a whole number of steps, found {step!r:.40}")
     if run.attempts:  # a running run may have evaluated since the rows were read
         rows = read_rows(run.folder / "metrics.jsonl")

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from llm_pretrain.audit.checks import Check, Checks
-from llm_pretrain.audit.history_checks import RunFiles
-from llm_pretrain.config.schema import matches_type
+from llm_pretrain.audit.history_checks import RunFiles, is_integer
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import MicroBatches, train_samples
 from llm_pretrain.runs.attempts import Attempt, owner_of
@@ -199,5 +198,5 @@ def _compare(
         before.get("train/tokens") if before else 0 if first == 0 else None,
         row.get("train/tokens"),
     )
-    if matches_type(int, earlier) and now != earlier + tokens:
+    if is_integer(earlier) and now != earlier + tokens:
         check.fail(f"step {step}: expected train/tokens {earlier + tokens}, found {now!r:.40}")

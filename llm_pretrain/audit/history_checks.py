@@ -6,18 +6,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from llm_pretrain.audit.checks import Check
 from llm_pretrain.checkpoints.folders import committed_folders, folder_name
 from llm_pretrain.checkpoints.manifest import Manifest
 from llm_pretrain.config.loading import from_dict, resolve_model, validate
-from llm_pretrain.config.schema import matches_type
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
 from llm_pretrain.data.loader import open_stores
-from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.files import read_json
+from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
+from llm_pretrain.files import read_object
 from llm_pretrain.runs.attempts import Attempt, owner_of, read_attempts, row_starts
 from llm_pretrain.runs.record import fault_lines
 from llm_pretrain.runs.rows import Row, is_training_row, read_metrics
@@ -88,19 +87,15 @@ def check_status_file(check: Check, run: RunFiles) -> None:
     """Read status.json.
 
     Raises:
-        CheckpointError: it is missing or invalid.
+        DataError: it is missing or no JSON object.
+        CheckpointError: it has no known state.
     """
     file = run.folder / "status.json"
-    try:
-        content = read_json(file)
-    except (OSError, ValueError, RecursionError) as error:
-        found = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{file}: expected the run's status as JSON, found: {found}") from error
-    if not isinstance(content, dict) or content.get("state") not in _STATES:
-        found = content.get("state") if isinstance(content, dict) else content
-        raise CheckpointError(f"{file}: expected a state of {', '.join(_STATES)}, found {found!r:.40}")
+    content = read_object(file)
+    if (state := content.get("state")) not in _STATES:
+        raise CheckpointError(f"{file}: expected a state of {', '.join(_STATES)}, found {state!r:.40}")
     run.status = content
-    check.looked_at = f"state {content['state']}"
+    check.looked_at = f"state {state}"
 
 
 def read_config(check: Check, run: RunFiles) -> None:
@@ -120,7 +115,7 @@ def read_config(check: Check, run: RunFiles) -> None:
         raise ConfigError(f"{file}: expected the run's configuration as YAML, found: {found}") from error
     try:
         config = from_dict(tree)
-        if problems := _problems(config, size if matches_type(int, size) and size > 0 else 1):
+        if problems := _problems(config, size if is_integer(size) and size > 0 else 1):
             raise ConfigError(*problems)
     except ConfigError as error:
         raise ConfigError(*(f"{file}: {problem}" for problem in error.problems)) from error
@@ -181,7 +176,7 @@ def _ended_at(run: RunFiles) -> int | None:
     last, step = run.config.training.max_steps, run.status.get("step")
     if run.status.get("state") == "finished":
         return last
-    return step if run.ended_with_save and matches_type(int, step) and 0 <= step <= last else None
+    return step if run.ended_with_save and is_integer(step) and 0 <= step <= last else None
 
 
 def check_twice(check: Check, run: RunFiles) -> None:
@@ -189,7 +184,7 @@ def check_twice(check: Check, run: RunFiles) -> None:
     steps = [step for step, row in run.rows.items() if row.get("train/check")]
     for line in fault_lines(run.status, undone=False):
         check.fail(f"silent data corruption at {line}")
-    if last := [step for step in (*steps[-1:], run.status.get("checked")) if matches_type(int, step)]:
+    if last := [step for step in (*steps[-1:], run.status.get("checked")) if is_integer(step)]:
         looked_at = f"{len(steps)} of the rows' steps, the last is step {max(last)}"
         check.looked_at = "; ".join([looked_at, *fault_lines(run.status, undone=True)])
     elif not check.problems:
@@ -199,11 +194,11 @@ def check_twice(check: Check, run: RunFiles) -> None:
 def check_status(check: Check, run: RunFiles) -> None:
     """Check that the step and the checkpoint of status.json agree with the folder."""
     if run.status["state"] == "running":  # it may have changed since
-        with suppress(CheckpointError):
+        with suppress(PretrainError):
             check_status_file(check, run)
     state, step, config = run.status["state"], run.status.get("step"), run.known_config
     check.looked_at = f"{state}, step {step}"
-    if not matches_type(int, step) or step < 0:
+    if not is_integer(step) or step < 0:
         check.fail(f"step: expected a whole number of steps, found {step!r:.40}")
         return
     _check_named_checkpoint(check, run, step)
@@ -241,3 +236,8 @@ def spans(numbers: list[int], most: int = 5) -> str:
             found.append([number, number])
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in found[:most]]
     return ", ".join(shown) + (", …" if len(found) > most else "")
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether it is an int, but not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
