@@ -201,11 +201,14 @@ def class_methods(path: Path, class_name: str) -> list[str]:
 
 
 def test_engines_define_the_protocol_in_the_same_order():
-    protocol = class_methods(PACKAGE / "training" / "engine.py", "Engine")
+    classes = {"training/engine.py": "Engine", "training/step.py": "StepEngine"}
+    classes["distributed/collectives.py"] = "Ranks"
+    protocol = [name for file, each in classes.items() for name in class_methods(PACKAGE / file, each)]
     torchrun = class_methods(SCRIPTS["torchrun"], "TorchrunEngine")
     accelerate = class_methods(SCRIPTS["accelerate"], "AccelerateEngine")
-    for methods in (torchrun, accelerate):
-        assert [name for name in methods if name in protocol] == protocol
+    by_hand, accelerated = ([name for name in each if name in protocol] for each in (torchrun, accelerate))
+    assert by_hand == accelerated
+    assert set(by_hand) == set(protocol)
     assert set(torchrun) - set(protocol) == {"__init__", "backward"}
     assert set(accelerate) - set(protocol) == {"__init__", "shard"}
 

@@ -204,12 +204,16 @@ def run_chaos(
         result.failure, result.interrupted = failure, False
         return
     rows = rows_of(reference)
-    say(table_line(_COLUMNS))
+    say(table_line(*_COLUMNS))
     while True:
         number = len(result.attempts)
         attempt, killed = _run_next(plan, context, number, rows)
         result.attempts.append(attempt)
-        say(attempt_line(attempt, number + 1 if killed else None, plan))
+        kill = f"{number + 1}/{len(plan.places)}" if killed else "end"
+        began = "-" if attempt.began_at is None else str(attempt.began_at)
+        checkpoint = f"step {attempt.checkpoint}" if attempt.checkpoint else "-"
+        verdict = "VIOLATED" if attempt.violation else "ok"
+        say(table_line(kill, attempt.path, attempt.place, began, checkpoint, verdict))
         if attempt.violation or not killed:
             break
     missed = [number for number, each in enumerate(result.attempts, start=1) if each.missed]
@@ -248,8 +252,13 @@ def _run_next(
         (WORKER_SECONDS if plan.kill == "launcher" else LAUNCHER_SECONDS) + _SLOW_STEPS * gap,
     )
     missed = outcome.killed and place == "start-up" and outcome.last_step is not None
+    observed = "start-up" if outcome.last_step is None else f"after step {outcome.last_step}"
+    if place == "save":
+        observed = f"save of step {outcome.saved_step}"
     newest = newest_step(folder / "checkpoints")
-    attempt = KilledAttempt(job.path, observed_place(outcome, place), missed, None, newest, None)
+    attempt = KilledAttempt(
+        job.path, observed if outcome.killed else "to its end", missed, None, newest, None
+    )
     try:
         written, declared = checks.steps_of_attempt(folder, before)
         attempt.began_at = next(iter([*written, *declared]), None)
@@ -355,15 +364,6 @@ def send_kill(started: RunningJob, kind: str, rank: int) -> None:
                 process.kill()
 
 
-def observed_place(outcome: Outcome, place: str | None) -> str:
-    """The place of a kill, as observed."""
-    if not outcome.killed:
-        return "to its end"
-    if place == "save":
-        return f"save of step {outcome.saved_step}"
-    return "start-up" if outcome.last_step is None else f"after step {outcome.last_step}"
-
-
 def _job(plan: ChaosPlan, path: str, folder: Path) -> Job:
     return Job(
         path, plan.world_size, folder, folder.with_suffix(".log"), tuple(plan.options), plan.threads,
@@ -374,35 +374,18 @@ def _job(plan: ChaosPlan, path: str, folder: Path) -> Job:
 _COLUMNS, _WIDTHS = ("kill", "launcher", "place", "began at", "checkpoint", "verdict"), (6, 10, 20, 8, 10, 8)
 
 
-def attempt_line(attempt: KilledAttempt, number: int | None, plan: ChaosPlan) -> str:
-    """An attempt as a row of the table; `number` is that of its kill."""
-    return table_line(
-        (
-            f"{number}/{len(plan.places)}" if number else "end",
-            attempt.path,
-            attempt.place,
-            "-" if attempt.began_at is None else str(attempt.began_at),
-            f"step {attempt.checkpoint}" if attempt.checkpoint else "-",
-            "VIOLATED" if attempt.violation else "ok",
-        )
-    )
-
-
-def table_line(cells: Sequence[str]) -> str:
+def table_line(*cells: str) -> str:
     """A row of the table."""
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
+    return "  ".join(map(str.ljust, cells, _WIDTHS)).rstrip()
 
 
 def result_content(facts: Mapping[str, Any], result: ChaosResult, plan: ChaosPlan) -> dict[str, Any]:
     """Content of chaos.json; `facts` are those of the call."""
+    names = ("world_size", "paths", "save_steps", "kill", "places")
     return {
         "verdict": result.verdict,
         **facts,
-        "world_size": plan.world_size,
-        "paths": plan.paths,
-        "save_steps": plan.save_steps,
-        "kill": plan.kill,
-        "places": plan.places,
+        **{name: getattr(plan, name) for name in names},
         "failure": result.failure,
         "missing": result.missing,
         "attempts": [

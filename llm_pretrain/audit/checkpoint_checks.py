@@ -23,7 +23,7 @@ from llm_pretrain.data.loader import weight_changes_fingerprint
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 from llm_pretrain.export.config_json import huggingface_config, native_config
 from llm_pretrain.export.huggingface import TensorFiles, read_config, to_huggingface
-from llm_pretrain.files import read_json, read_marker, read_plain
+from llm_pretrain.files import read_marker, read_object, read_plain
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.ema import average_name
 from llm_pretrain.runs.rows import read_rows
@@ -181,11 +181,8 @@ def _check_weights(check: Check, run: RunFiles, path: Path) -> None:
 def _check_best(check: Check, run: RunFiles, path: Path) -> int:
     """Compare best.json with the evaluation of its step; returns the step."""
     file = path / "best.json"
-    try:
-        content = read_json(file)
-        step, loss = content["step"], content["eval/loss"]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected step and eval/loss as JSON, found: {error}") from error
+    content = read_object(file)
+    step, loss = content.get("step"), content.get("eval/loss")
     if not is_integer(step):
         raise CheckpointError(f"{file}: expected a whole number of steps, found {step!r:.40}")
     if run.attempts:  # a running run may have evaluated since the rows were read
@@ -281,26 +278,17 @@ def _compare(
                 continue
             left.remove(disk_name)
             found = files.read(disk_name)
+            kinds = [str(each.dtype).removeprefix("torch.") for each in (expected, found)]
             if (found.dtype, found.shape) != (expected.dtype, expected.shape):
                 check.fail(
-                    f"{disk_name}: expected {dtype_name(expected)} {list(expected.shape)}, "
-                    f"found {dtype_name(found)} {list(found.shape)}"
+                    f"{disk_name}: expected {kinds[0]} {list(expected.shape)}, "
+                    f"found {kinds[1]} {list(found.shape)}"
                 )
-            elif bad := count_non_finite(found):
+            elif bad := int((~found.isfinite()).sum()):
                 check.fail(f"{disk_name}: expected finite values, found {bad} that are not")
             elif values and (others := tensor_difference(expected, found)):
-                kind = dtype_name(expected)
-                check.fail(f"{disk_name}: expected the checkpoint's values in {kind}, found others: {others}")
+                wanted = f"the checkpoint's values in {kinds[0]}"
+                check.fail(f"{disk_name}: expected {wanted}, found others: {others}")
     for name in sorted(left):
         check.fail(f"{name}: expected no such tensor, found one")
     return count
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """`float32` and the like."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def count_non_finite(tensor: Tensor) -> int:
-    """Number of NaN and infinite values."""
-    return int((~tensor.isfinite()).sum()) if tensor.is_floating_point() else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -30,19 +30,15 @@ class AttemptSamples:
     """
 
     def __init__(self, config: Config):
-        self.config = config
-        self._of: list[tuple[object, MicroBatches]] = []
+        self.config, self._by_changes = config, dict[str, MicroBatches]()
 
     def of(self, attempt: Attempt) -> MicroBatches:
         """The samples of an attempt."""
         changes = (attempt.config or self.config).data.weight_changes
-        for known, samples in self._of:
-            if known == changes:
-                return samples
-        data = replace(self.config.data, weight_changes=changes)
-        samples = train_samples(replace(self.config, data=data))
-        self._of.append((changes, samples))
-        return samples
+        if str(changes) not in self._by_changes:
+            data = replace(self.config.data, weight_changes=changes)
+            self._by_changes[str(changes)] = train_samples(replace(self.config, data=data))
+        return self._by_changes[str(changes)]
 
 
 def check_samples(checks: Checks, run: RunFiles, wanted: str | int | None) -> None:
@@ -69,32 +65,33 @@ def _check_epochs(check: Check, run: RunFiles, samples: MicroBatches, everything
     step = max(run.rows)
     taken = step * run.config.training.global_batch_size
     last = taken if everything else min(taken, DEFAULT_SAMPLES)
-    counters = [_EpochCounter(len(source.index)) for source in samples.assembler.sources]
+    labels = [source.label for source in run.config.data.sources]
+    lengths = [len(source.index) for source in samples.assembler.sources]
+    counters = [_EpochCounter(check, *pair) for pair in zip(labels, lengths, strict=True)]
     for start in range(0, last, _CHUNK):
         sources, sequences = samples.order.samples(start, min(start + _CHUNK, last))
         for k, counter in enumerate(counters):
             counter.add(sequences[sources == k])
-    labels = [source.label for source in run.config.data.sources]
-    words = [counter.finish(check, label) for counter, label in zip(counters, labels, strict=True)]
-    check.looked_at = f"{last} samples of steps up to {step}: {'; '.join(words)}"
+    words = "; ".join(counter.finish() for counter in counters)
+    check.looked_at = f"{last} samples of steps up to {step}: {words}"
     if last < taken:
         check.reason = f"the samples from {last} on, for time's sake; --samples all counts them too"
 
 
-@dataclass
 class _EpochCounter:
-    """Counts one source's samples in each epoch.
+    """Counts one source's samples in each epoch, and reports those that are not there once.
 
     Args:
-        length: Sequences of the source.
+        check: Receives the problems.
+        label: Name of the source.
+        length: Its sequences.
     """
 
-    length: int
-
-    def __post_init__(self) -> None:
-        self.counts = np.zeros(self.length, dtype=np.uint8)
+    def __init__(self, check: Check, label: str, length: int):
+        self.check, self.label, self.length = check, label, length
+        self.counts = np.zeros(length, dtype=np.uint8)
         self.drawn = self.epochs = 0
-        self.problems: list[str] = []
+        self.result = "each once"
 
     def add(self, sequences: np.ndarray) -> None:
         """Add the source's next samples."""
@@ -103,31 +100,28 @@ class _EpochCounter:
             np.add.at(self.counts, now, 1)
             self.drawn += len(now)
             if self.drawn == self.length:
-                self._close()
+                self.epochs += 1
+                often, never = int((self.counts > 1).sum()), int((self.counts == 0).sum())
+                if often or never:
+                    self._fail(
+                        f"epoch {self.epochs}: expected each of {self.length} sequences once, found {often} "
+                        f"more often and {never} never"
+                    )
+                self.counts[:] = 0
+                self.drawn = 0
 
-    def _close(self) -> None:
-        self.epochs += 1
-        often, never = int((self.counts > 1).sum()), int((self.counts == 0).sum())
-        if often or never:
-            self.problems.append(
-                f"epoch {self.epochs}: expected each of {self.length} sequences once, found {often} more "
-                f"often and {never} never"
-            )
-        self.counts[:] = 0
-        self.drawn = 0
-
-    def finish(self, check: Check, label: str) -> str:
-        """Report problems to the check; returns the counts as text."""
+    def finish(self) -> str:
+        """Check the epoch that has begun; returns the counts as text."""
         if (often := int((self.counts > 1).sum())) > 0:
-            self.problems.append(
-                f"epoch {self.epochs + 1}, begun: expected no sequence twice, found {often} more often"
-            )
-        for problem in self.problems:
-            check.fail(f"{label}: {problem}")
+            begun = f"epoch {self.epochs + 1}, begun"
+            self._fail(f"{begun}: expected no sequence twice, found {often} more often")
         whole = f"{self.epochs} whole epochs of {self.length} sequences" if self.epochs else ""
         part = f"{self.drawn} of {self.length} sequences of epoch {self.epochs + 1}" if self.drawn else ""
-        result = "not each once" if self.problems else "each once"
-        return f"{label}: {' and '.join(filter(None, (whole, part))) or 'none'}, {result}"
+        return f"{self.label}: {' and '.join(filter(None, (whole, part))) or 'none'}, {self.result}"
+
+    def _fail(self, problem: str) -> None:
+        self.result = "not each once"
+        self.check.fail(f"{self.label}: {problem}")
 
 
 def _check_digests(check: Check, run: RunFiles, samples: AttemptSamples, wanted: str | int | None) -> None:
@@ -170,9 +164,8 @@ def _choose_rows(count: int, wanted: str | int | None, config: Config, every: in
     if wanted is None:
         positions = config.training.tokens_per_step * every
         wanted = max(3, DEFAULT_TOKENS // positions)
-    if wanted == "all" or int(wanted) >= count:
-        return list(range(count))
-    return sorted({round(place) for place in np.linspace(0, count - 1, int(wanted)).tolist()})
+    places = np.linspace(0, count - 1, count if wanted == "all" else min(int(wanted), count))
+    return sorted({round(place) for place in places.tolist()})
 
 
 def _compare(

@@ -15,8 +15,8 @@ from llm_pretrain.config.loading import from_dict, resolve_model, validate
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
 from llm_pretrain.data.loader import open_stores
-from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.files import read_json
+from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
+from llm_pretrain.files import read_object
 from llm_pretrain.runs.attempts import Attempt, owner_of, read_attempts, row_starts
 from llm_pretrain.runs.record import fault_lines
 from llm_pretrain.runs.rows import Row, is_training_row, read_metrics
@@ -87,22 +87,15 @@ def check_status_file(check: Check, run: RunFiles) -> None:
     """Read status.json.
 
     Raises:
-        CheckpointError: it is missing or invalid.
+        DataError: it is missing or no JSON object.
+        CheckpointError: it has no known state.
     """
     file = run.folder / "status.json"
-    try:
-        content = read_json(file)
-    except OSError as error:
-        raise CheckpointError(
-            f"{file}: expected the run's status, found: {error.strerror or error}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected the run's status as JSON, found: {error}") from error
-    if not isinstance(content, dict) or content.get("state") not in _STATES:
-        found = content.get("state") if isinstance(content, dict) else content
-        raise CheckpointError(f"{file}: expected a state of {', '.join(_STATES)}, found {found!r:.40}")
+    content = read_object(file)
+    if (state := content.get("state")) not in _STATES:
+        raise CheckpointError(f"{file}: expected a state of {', '.join(_STATES)}, found {state!r:.40}")
     run.status = content
-    check.looked_at = f"state {content['state']}"
+    check.looked_at = f"state {state}"
 
 
 def read_config(check: Check, run: RunFiles) -> None:
@@ -117,16 +110,10 @@ def read_config(check: Check, run: RunFiles) -> None:
         return
     try:
         tree = read_yaml_file(file)
-    except OSError as error:
-        raise ConfigError(
-            f"{file}: expected the run's configuration, found: {error.strerror or error}"
-        ) from error
-    except (ValueError, YamlError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{file}: expected the run's configuration as YAML, found: {reason}") from error
+    except (OSError, ValueError, YamlError, RecursionError) as error:
+        found = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ConfigError(f"{file}: expected the run's configuration as YAML, found: {found}") from error
     try:
-        if not isinstance(tree, dict):
-            raise ConfigError(f"expected sections, found {type(tree).__name__}")
         config = from_dict(tree)
         if problems := _problems(config, size if is_integer(size) and size > 0 else 1):
             raise ConfigError(*problems)
@@ -207,7 +194,7 @@ def check_twice(check: Check, run: RunFiles) -> None:
 def check_status(check: Check, run: RunFiles) -> None:
     """Check that the step and the checkpoint of status.json agree with the folder."""
     if run.status["state"] == "running":  # it may have changed since
-        with suppress(CheckpointError):
+        with suppress(PretrainError):
             check_status_file(check, run)
     state, step, config = run.status["state"], run.status.get("step"), run.known_config
     check.looked_at = f"{state}, step {step}"

@@ -24,31 +24,33 @@ _NEVER = (1 << 31) - 1
 
 def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -> SegmentResult:
     """Execute a segment's legs one after another, and compare what they wrote with the run."""
-    if not segment.legs:
-        return SegmentResult("not replayed", segment=segment, note=segment.missing)
     began = time.monotonic()
+
+    def not_replayed(note: str) -> SegmentResult:
+        seconds = time.monotonic() - began
+        return SegmentResult("not replayed", segment=segment, note=note, seconds=seconds)
+
+    if not segment.legs:
+        return not_replayed(segment.missing)
     found = plan.rows(segment)
     folder = plan.output / segment.name
     goes_back = any(row.get("train/skipped") == "rollback" for row in found.values())
     if goes_back and (missing := rollback_problem(segment)):
-        return SegmentResult("not replayed", segment=segment, note=missing)
+        return not_replayed(missing)
     if goes_back and segment.source is not None:  # where a rollback looks for it
         try:
             shutil.copytree(segment.source, folder / "checkpoints" / segment.source.name)
         except OSError:
-            return SegmentResult(
-                "not replayed", segment=segment, note=f"{segment.source} was deleted meanwhile"
-            )
+            return not_replayed(f"{segment.source} was deleted meanwhile")
     for number, leg in enumerate(segment.legs, start=1):
         job = _job(plan, segment, leg, number, goes_back=goes_back)
         say(f"start  steps {leg.first}-{leg.last}: {leg}, as attempt {leg.attempt.number}")
         own = dataclasses.replace(context, zero_stage=leg.config.distributed.zero_stage)
         failure = run_leg(job, own, leg.last, saves=_is_saved(segment, leg))
         if failure:
-            seconds = time.monotonic() - began
             if segment.source is not None and not segment.source.exists():
-                note = f"{segment.source} was deleted meanwhile"
-                return SegmentResult("not replayed", segment=segment, note=note, seconds=seconds)
+                return not_replayed(f"{segment.source} was deleted meanwhile")
+            seconds = time.monotonic() - began
             return SegmentResult("failed", segment=segment, failure=tuple(failure), seconds=seconds)
     try:
         environments = [attempt.environment for attempt in read_attempts(folder)][-len(segment.legs) :]

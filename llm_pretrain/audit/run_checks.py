@@ -11,6 +11,7 @@ from llm_pretrain.audit.comparison import Difference, manifest_differences, tens
 from llm_pretrain.checkpoints.folders import committed_folders, folder_name, newest_step
 from llm_pretrain.checkpoints.manifest import file_digest, find_damage, read_manifest
 from llm_pretrain.errors import PretrainError
+from llm_pretrain.export.huggingface import TensorFiles, read_config
 from llm_pretrain.runs.monitor import temporary_folders
 from llm_pretrain.runs.rows import is_training_row, read_rows
 from llm_pretrain.runs.status import read_status
@@ -75,8 +76,12 @@ def check_committed(folder: Path) -> Difference | None:
         if problems := checkpoint_problems(path, step):
             return Difference(step, "checkpoint", text=f"{path} is damaged: {'; '.join(problems)}")
     for step, path in committed_folders(folder / "weights").items():
-        if problem := _weights_problem(path):
-            return Difference(step, "weights", text=f"{path} is damaged: {problem}")
+        try:
+            read_config(path)
+            with TensorFiles(path):
+                pass
+        except PretrainError as error:
+            return Difference(step, "weights", text=f"{path} is damaged: {error}")
     return None
 
 
@@ -89,21 +94,6 @@ def checkpoint_problems(path: Path, step: int) -> list[str]:
     if content.run.step != step:
         return [f"its manifest says step {content.run.step}"]
     return find_damage(path, content)
-
-
-def _weights_problem(path: Path) -> str:
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(path.glob("*.safetensors"))
-    if not files or not (path / "config.json").is_file():
-        return "model.safetensors or config.json is missing"
-    for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            return f"{file.name}: {error}"
-    return ""
 
 
 def check_end(reference: Path, folder: Path, steps: int) -> Difference | None:

@@ -27,7 +27,7 @@ from llm_pretrain.audit.history_checks import spans
 from llm_pretrain.audit.run_checks import checkpoint_problems
 from llm_pretrain.audit.segments import Leg, Segment
 from llm_pretrain.audit.variants import Variant
-from llm_pretrain.checkpoints.manifest import Manifest, read_manifest
+from llm_pretrain.checkpoints.manifest import read_manifest
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.hardware import arithmetic_changes
 from llm_pretrain.runs.replays import HELD
@@ -72,27 +72,19 @@ class SegmentResult(Comparison):
     def as_dict(self) -> dict[str, Any]:
         segment = self.segment
         legs = [
-            {
-                "first": leg.first,
-                "last": leg.last,
-                "attempt": leg.attempt.number,
-                "path": leg.path,
-                "world_size": leg.world_size,
-            }
+            {name: getattr(leg, name) for name in ("first", "last", "path", "world_size")}
+            | {"attempt": leg.attempt.number}
             for leg in segment.legs
         ]
+        names = ("rows", "columns", "other_rows", "compared", "failure")
         return {
             "start": segment.start,
             "end": segment.end,
             "legs": legs,
             **super().as_dict(),
-            "rows": self.rows,
-            "columns": self.columns,
-            "other_rows": self.other_rows,
+            **{name: getattr(self, name) for name in names},
             "facts": [each.text for each in self.facts],
             "tensors": [each.text for each in self.tensors],
-            "compared": self.compared,
-            "failure": self.failure,
             "seconds": round(self.seconds, 1),
         }
 
@@ -136,14 +128,21 @@ def _compare_kept(
     owed = segment.end if facts and facts.run.extra.get("evaluation_owed") else None
     result.first = next(exact_differences(replayed, found, owed=owed, steps=segment.end), None)
     for step in sorted({*replayed, *found}) if result.first else ():
-        if columns := _other_columns(step, replayed.get(step, {}), found.get(step, {}), owed):
+        left, right = replayed.get(step, {}), found.get(step, {})
+        differing = {each.key for each in exact_differences({step: left}, {step: right}, owed=owed)}
+        if columns := [key for key in {**left, **right} if key in differing]:
             result.columns = result.columns or columns
             result.other_rows.append(step)
     if problems:
         text = f"{target} is damaged: {'; '.join(problems)}"
         result.facts = [Difference(segment.end, "checkpoint", text=text)]
     elif facts and target:
-        _compare_checkpoints(result, folder / "checkpoints" / target.name, target, facts)
+        left_out = (*_NOT_COMPARED, *(() if owed is None else _EVALUATION))
+        own = folder / "checkpoints" / target.name
+        saved = read_manifest(own)
+        result.facts = list(manifest_differences(saved, facts, left_out))
+        result.compared = len({**saved.tensors, **facts.tensors})
+        result.tensors = list(tensor_differences(own, target, saved, facts))
     if not (result.first or result.facts or result.tensors):
         return result
     result.verdict = "differs"
@@ -159,14 +158,6 @@ def _compare_kept(
         reasons = list(dict.fromkeys(reasons))
         _compare_within_bounds(result, replayed, found, folder, reasons, on_other_device=len(kinds) > 1)
     return result
-
-
-def _other_columns(
-    step: int, expected: Mapping[str, Any], found: Mapping[str, Any], owed: int | None
-) -> list[str]:
-    """Keys whose values differ in two rows of a step, of which one may be missing."""
-    differing = {each.key for each in exact_differences({step: expected}, {step: found}, owed=owed)}
-    return [key for key in {**expected, **found} if key in differing]
 
 
 def inexact_because(leg: Leg, environment: Mapping[str, Any]) -> list[str]:
@@ -202,15 +193,6 @@ def inexact_because(leg: Leg, environment: Mapping[str, Any]) -> list[str]:
 
 def _is_of_gpu(environment: Mapping[str, Any]) -> bool:
     return environment.get("cpu_capability") is None
-
-
-def _compare_checkpoints(result: SegmentResult, replayed: Path, found: Path, right: Manifest) -> None:
-    """Enter each number and tensor of the run's checkpoint that is not the replay's."""
-    left = read_manifest(replayed)
-    owed = _EVALUATION if right.run.extra.get("evaluation_owed") else ()
-    result.facts = list(manifest_differences(left, right, (*_NOT_COMPARED, *owed)))
-    result.compared = len({**left.tensors, **right.tensors})
-    result.tensors = list(tensor_differences(replayed, found, left, right))
 
 
 def _compare_within_bounds(

@@ -224,7 +224,8 @@ def make_segments(run: Path, attempts: Sequence[Attempt], first: int, last: int)
     the last segment has no target; where the first state is not there, the first has no source.
     """
     origin, kept = attempts[0], committed_folders(run / "checkpoints")
-    sources: dict[int, Path | None] = {origin.start: _beginning(origin)}
+    resume = origin.config.checkpoint.resume if origin.config else ""
+    sources = {origin.start: Path(resume) if origin.start else None}
     sources |= {step: path for step, path in kept.items() if step >= origin.start and _has_manifest(path)}
     begin = max((step for step in sources if step <= first), default=origin.start)
     ends = [step for step in kept if begin < step <= last]
@@ -235,13 +236,6 @@ def make_segments(run: Path, attempts: Sequence[Attempt], first: int, last: int)
         start = max(step for step in sources if step < end)
         segments.append(Segment(start, end, sources[start], kept.get(end)))
     return segments
-
-
-def _beginning(origin: Attempt) -> Path | None:
-    """The checkpoint from which a run began; None for one that began at its initial values."""
-    if origin.start == 0:
-        return None
-    return Path(origin.config.checkpoint.resume if origin.config else "")
 
 
 def _has_manifest(path: Path) -> bool:

@@ -6,9 +6,6 @@ import time
 from pathlib import Path
 
 from llm_pretrain.audit.checks import Check, Checks
-from llm_pretrain.errors import ConfigError
-
-_RUN_FILES = ("config.yaml", "metrics.jsonl", "status.json", "attempts.jsonl", "checkpoints")
 
 
 def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
@@ -25,11 +22,10 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
     from llm_pretrain.audit import checkpoint_checks as _verify_checkpoints
     from llm_pretrain.audit import data_checks as _verify_data
     from llm_pretrain.audit import history_checks as _verify_history
+    from llm_pretrain.runs.record import check_run_folder
     from llm_pretrain.runs.replays import REPLAYS_FILE
 
-    if not folder.is_dir() or not any((folder / name).exists() for name in _RUN_FILES):
-        found = "another folder" if folder.is_dir() else "none"
-        raise ConfigError(f"{folder}: expected a run's folder, such as runs/NAME, found {found}")
+    check_run_folder(folder)
     run = _verify_history.RunFiles(folder)
     checks.run("status.json", _verify_history.check_status_file, run)
     checks.run("config.yaml", _verify_history.read_config, run)

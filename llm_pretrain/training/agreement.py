@@ -62,7 +62,10 @@ def launch_facts(config: Config, engine: Engine) -> dict[str, str]:
         with suppress(ConfigError, OSError):  # where the class is tried out, every rank says so
             file = _file_of(imported(config.optimizer.name).__module__)
             facts["source of optimizer.name"] = _digest(file.read_bytes())
-    facts |= {f"package {each}": package_version(each) or "not installed" for each in _packages(config)}
+    packages = ["torch", "numpy", "safetensors"]  # besides Accelerate, what computes or communicates
+    packages += ["deepspeed"] if config.distributed.strategy == "deepspeed" else []
+    packages += ["torchao"] if config.training.float8 else []
+    facts |= {f"package {each}": package_version(each) or "not installed" for each in packages}
     facts |= {f"environment variable {name}": os.environ.get(name, "unset") for name in ARITHMETIC_VARIABLES}
     package = Path(__file__).parent.parent
     for file in sorted(package.rglob("*.py")):
@@ -96,15 +99,6 @@ def _script(engine: Engine) -> str:
 def _file_of(module: str) -> Path:
     """The file of an imported module; the current folder where it has none."""
     return Path(getattr(sys.modules.get(module), "__file__", None) or "")
-
-
-def _packages(config: Config) -> list[str]:
-    """The packages besides Accelerate that compute or communicate in this run."""
-    return [
-        *("torch", "numpy", "safetensors"),
-        *(["deepspeed"] if config.distributed.strategy == "deepspeed" else []),
-        *(["torchao"] if config.training.float8 else []),
-    ]
 
 
 def _digest(content: bytes) -> str:

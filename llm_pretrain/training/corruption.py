@@ -6,6 +6,7 @@ The second computation is the one that is applied. Names of tensors are those of
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import socket
 from collections import Counter
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from llm_pretrain.checkpoints.folders import folder_name
-from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import Batch
 from llm_pretrain.distributed.collectives import any_rank
 from llm_pretrain.errors import CorruptionError, PretrainError
@@ -27,8 +27,8 @@ from llm_pretrain.model.decoder import DecoderLayer
 from llm_pretrain.optim.sharded import replicate_dims, to_local
 from llm_pretrain.runs.status import Status
 from llm_pretrain.training.agreement import bits_sum
+from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.engine import Engine
-from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.saving import CheckpointManager
 from llm_pretrain.training.step import Step
 
@@ -123,24 +123,22 @@ class CorruptionCheck:
     """Checks steps, and the state before a save; collective.
 
     Args:
-        config, engine, progress, checkpoints, status: The run's; the engine is prepared.
-        decide: The run's decision on a step.
+        decide: The run's decision on a step, whose engine is prepared.
+        checkpoints, status: The run's.
         warn: Prints a line on rank 0.
         flush: Writes the rows of all steps so far.
     """
 
     def __init__(
         self,
-        config: Config,
-        engine: Engine,
-        progress: Progress,
-        decide: Callable[[Step], bool],
+        decide: Decision,
         checkpoints: CheckpointManager,
         status: Status,
         warn: Callable[[str], None],
         flush: Callable[[], None],
     ):
-        self.config, self.engine, self.progress, self.decide = config, engine, progress, decide
+        self.config, self.engine, self.progress = decide.config, decide.engine, decide.progress
+        self.decide = decide
         self.checkpoints, self.status, self.warn, self.flush = checkpoints, status, warn, flush
 
     def is_due(self, step: int) -> bool:
@@ -337,11 +335,9 @@ def held_part(tensor: Tensor, engine: Engine) -> tuple[str, int]:
     dims = [dim for dim in range(mesh.ndim) if dim not in replicate_dims(sharded)]
     place = [mesh.get_coordinate()[dim] for dim in dims]
     sizes = [mesh.size(dim) for dim in dims]
-    parts = stages
-    for size in sizes:
-        parts *= size
     layout = f"{mesh.mesh_dim_names} {sharded.placements}"
-    return f"stage {stage}, {place} of {sizes}, {layout}", engine.world_size // parts
+    holders = engine.world_size // (stages * math.prod(sizes))
+    return f"stage {stage}, {place} of {sizes}, {layout}", holders
 
 
 @contextmanager

@@ -7,13 +7,12 @@ Accelerate, with the methods in the same order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import Batch
 from llm_pretrain.distributed.mesh import Place, cp_positions
-from llm_pretrain.model.decoder import Decoder, DecoderOutput
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.model_setup import FP8_MULTIPLE, eagerly
 from llm_pretrain.training.step import Step, StepEngine, loss_sums
 
@@ -40,7 +39,7 @@ DIGEST_WORDS = 8
 
 
 class Engine(StepEngine, Protocol):
-    """The methods that differ between launch paths, in the order in which both scripts define them."""
+    """What differs between launch paths: these methods and those of `StepEngine` and `Ranks`."""
 
     launcher: Launcher
     place: Place
@@ -68,24 +67,8 @@ class Engine(StepEngine, Protocol):
         """
         ...
 
-    def forward(self, batch: Batch) -> DecoderOutput:
-        """Run the wrapped model in the configured precision, with dropout seeded by the batch's position."""
-        ...
-
     def train_step(self, step: Step) -> None:
         """Accumulate gradients over the step's micro batches, unscale, clip, and update if the step may."""
-        ...
-
-    def reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, on the tensor's own device; the tensor itself if there is one rank."""
-        ...
-
-    def sum_integers(self, values: Sequence[int]) -> list[int]:
-        """Sums over ranks of integers on the host, without the GPU."""
-        ...
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank; also a barrier."""
         ...
 
     def model_and_optimizer(self) -> tuple[Module, Optimizer]:
@@ -149,7 +132,7 @@ def own_part(batch: Batch, place: Place) -> Batch:
     )
 
 
-def dummy_batch(device: torch.device, place: Place = Place()) -> Batch:  # noqa: B008 (it is frozen)
+def dummy_batch(device: torch.device, place: Place) -> Batch:
     """A rank's part of a batch [1, 16 * parts] for a forward pass whose result is not used.
 
     FP8 products need a multiple of 16.

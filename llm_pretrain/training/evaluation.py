@@ -6,10 +6,7 @@ The batches and the order in which their sums are added do not depend on the num
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import numpy as np
 import torch
@@ -63,6 +60,8 @@ class Evaluator:
         self.is_collective = is_collective
         self.labels = list(labels) if len(labels) > 1 else []
         self.token_bytes = torch.from_numpy(np.asarray(store.token_bytes()))
+        self.tokens = self.text_bytes = 0
+        """Targets of the last evaluation, and their UTF-8 bytes."""
 
     @torch.no_grad()
     def __call__(self, model: Module) -> dict[str, float | None] | None:
@@ -76,7 +75,8 @@ class Evaluator:
         sums: list[tuple[int, torch.Tensor]] | None = []
         with eagerly(model):
             for first in range(0, len(self.batches), place.sizes.data):
-                if self._should_stop():
+                stopping = self.stop_requested()
+                if any_rank(self.ranks, stopping)[0] if self.is_collective else stopping:
                     sums = None
                     break
                 heartbeat()
@@ -93,7 +93,11 @@ class Evaluator:
         if any(part is None for part in gathered):
             return None
         rows = [values for _, values in sorted(pair for part in gathered for pair in part)]
-        return self._metrics([math.fsum(column) for column in zip(*rows, strict=True)]) if rows else {}
+        if not rows:
+            return {}
+        totals = [math.fsum(column) for column in zip(*rows, strict=True)]
+        self.tokens, self.text_bytes = int(totals[1]), int(totals[3])
+        return self._metrics(totals)
 
     def unseen_sources(self) -> list[str]:
         """Warnings before training: one if nothing is evaluated, else one for each source left out."""
@@ -116,11 +120,6 @@ class Evaluator:
                 )
                 lines.append(f"no sequence of source {label} is evaluated: {reason}")
         return lines
-
-    def _should_stop(self) -> bool:
-        if not self.is_collective:
-            return self.stop_requested()
-        return any_rank(self.ranks, self.stop_requested())[0]
 
     def _batch_sums(self, batch: Batch) -> torch.Tensor | None:
         """Sums of a batch, float64 [4 + 4K]; [4] with one source. None where another stage has the losses.
@@ -259,9 +258,12 @@ class Samples:
         # if a forward pass is a collective, all ranks must make the same number of them, so that no rank
         # stops at the end of its texts; they are cut below
         stop_ids = () if end is None or self.is_collective else (end,)
+        # where a sharded strategy gathers parameters in low precision, they multiply in it
+        precision = self.config.training.precision if self.is_collective else "fp32"
+        low = autocast(next(model.parameters()).device.type, precision)
         model.eval()
         try:
-            with torch.no_grad(), eagerly(model), self._precision(model):
+            with torch.no_grad(), eagerly(model), low:
                 for tokens in generation.generate(
                     model,
                     prompts,
@@ -281,11 +283,6 @@ class Samples:
         cut = [ids[: ids.index(end) + 1] if end in ids else ids for ids in new_ids]
         return [_continuation(tokenizer, ids, new) for ids, new in zip(prompts, cut, strict=True)]
 
-    def _precision(self, model: Decoder) -> AbstractContextManager[Any]:
-        """Autocast if a sharded strategy gathers parameters in low precision; else full precision."""
-        device = next(model.parameters()).device.type
-        return autocast(device, self.config.training.precision if self.is_collective else "fp32")
-
     def _prompt_ids(self, model: Decoder, tokenizer: Tokenizer) -> list[list[int]]:
         """Token ids of each prompt, after the token that starts a document; long prompts are truncated on the
         left."""
@@ -302,7 +299,5 @@ def _continuation(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int
 
 
 def _shown(text: str) -> str:
-    """The text on one line, shortened, in characters that the terminal can print."""
-    line = repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")
-    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
-    return line.encode(encoding, "backslashreplace").decode(encoding)
+    """The text on one line, shortened."""
+    return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")

@@ -17,11 +17,12 @@ from llm_pretrain.distributed.collectives import gather_results, run_on_rank0
 from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.model.kernels import configured_kernels, experts_requirement
+from llm_pretrain.model.precision import DTYPES
 from llm_pretrain.model.self_check import PARTS, KernelCheck, Part, check_kernels
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.rows import read_rows
 from llm_pretrain.training.engine import Engine
-from llm_pretrain.training.model_setup import missing_compiler, product_type, refuse_kernels
+from llm_pretrain.training.model_setup import missing_compiler, refuse_kernels
 
 SETTINGS: dict[Part, str] = {
     "experts": "training.experts_implementation",
@@ -178,7 +179,8 @@ def _checks_of_rank(config: Config, device: torch.device, parts: Collection[Part
                 seconds=0.0,
             )
         ]
-    checks = check_kernels(config.model, configured_kernels(config), device, product_type(config), parts)
+    dtype = DTYPES[config.training.precision]
+    checks = check_kernels(config.model, configured_kernels(config), device, dtype, parts)
     for check in checks:
         if check.error is not None and (broken := _device_error(device)):
             advice = f"; set {' or '.join(_ORDER[check.part][1:])}" if check.part in SETTINGS else ""
@@ -220,9 +222,8 @@ def _next(config: Config, part: Part, failed: str, device: torch.device) -> str 
     for name in order[order.index(failed) + 1 :] if failed in order else ():
         changed = _with(config, setting, name)
         refused = any(line.startswith(setting) for line in validate(changed, needs_data=False))
-        needed = experts_requirement(
-            changed.model, configured_kernels(changed), device, product_type(changed)
-        )
+        dtype = DTYPES[config.training.precision]
+        needed = experts_requirement(changed.model, configured_kernels(changed), device, dtype)
         if not refused and not needed:
             return name
     return None

@@ -26,16 +26,10 @@ from llm_pretrain.distributed.initial_values import copy_into, draw_normal, mate
 from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.export.config_json import model_config_from_huggingface
 from llm_pretrain.export.huggingface import read_config, read_parts
-from llm_pretrain.files import read_json
 from llm_pretrain.model.decoder import Decoder, DecoderLayer, compile_layer
 from llm_pretrain.model.kernels import configured_kernels, describe_kernels, experts_requirement, is_gpu
 from llm_pretrain.model.precision import DTYPES
 from llm_pretrain.optim.param_groups import initial_factor
-
-
-def product_type(config: Config) -> torch.dtype:
-    """The type of the matrix products."""
-    return DTYPES[config.training.precision]
 
 
 def build_model(config: Config, device: torch.device | None = None, world_size: int = 1) -> Decoder:
@@ -61,15 +55,16 @@ def build_model(config: Config, device: torch.device | None = None, world_size: 
 
 def kernels_in_use(config: Config, device: torch.device, world_size: int) -> str:
     """The kernels that training takes, for the console."""
-    chosen = describe_kernels(config.model, configured_kernels(config), device, product_type(config))
+    dtype = DTYPES[config.training.precision]
+    chosen = describe_kernels(config.model, configured_kernels(config), device, dtype)
     is_compiled = compiles(config, world_size, on_gpu=is_gpu(device))
     return f"kernels: {chosen}; {'compiled' if is_compiled else 'not compiled'}"
 
 
 def refuse_kernels(config: Config, device: torch.device) -> None:
     """Raise ConfigError for a kernel that was chosen by name and cannot run on the device."""
-    kernels = configured_kernels(config)
-    if needed := experts_requirement(config.model, kernels, device, product_type(config)):
+    kernels, dtype = configured_kernels(config), DTYPES[config.training.precision]
+    if needed := experts_requirement(config.model, kernels, device, dtype):
         raise ConfigError(
             "training.experts_implementation: expected auto, streamed or reference, found "
             f"{kernels.experts}, which needs {needed}"
@@ -332,9 +327,10 @@ def _check_shape(folder: Path, source_config: ModelConfig, target_config: ModelC
         for name in _compared_fields(source_config, target_config)
         if getattr(source_config, name) != getattr(target_config, name)
     ]
-    if source_config.vocab_size != target_config.vocab_size and not _is_padded(source_config, target_config):
+    rows = source_config.vocab_size or 0
+    if target_config.vocab_size not in (rows, -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE):
         problems.append(
-            f"model.vocab_size: expected {source_config.vocab_size}, or that rounded up to a multiple of "
+            f"model.vocab_size: expected {rows}, or that rounded up to a multiple of "
             f"{VOCAB_MULTIPLE}, found {target_config.vocab_size}"
         )
     if source_config.router_bias_update_rate > 0 and target_config.router_bias_update_rate == 0:
@@ -353,7 +349,7 @@ def _compared_fields(source_config: ModelConfig, target_config: ModelConfig) -> 
     if source_config.rope_type != "default":  # continued pretraining may add RoPE scaling
         yield from ("rope_type", "rope_factor")
         yield from ("rope_original_context",) if source_config.rope_type == "yarn" else ()
-    if has_dense_layers(source_config) and has_dense_layers(target_config):
+    if all(len(each.moe_layers) < each.num_hidden_layers for each in (source_config, target_config)):
         yield "intermediate_size"
     if source_config.moe_layers:
         yield from _COMPARED_WITH_EXPERTS if target_config.moe_layers else ("num_experts",)
@@ -364,12 +360,6 @@ def _compared_fields(source_config: ModelConfig, target_config: ModelConfig) -> 
 def _shown(model: ModelConfig, name: str) -> Any:
     """A field's value for a message, booleans as YAML has them."""
     return str(value).lower() if isinstance(value := getattr(model, name), bool) else value
-
-
-def _is_padded(source_config: ModelConfig, target_config: ModelConfig) -> bool:
-    """Whether the target's vocabulary is the source's, rounded up to a multiple of `VOCAB_MULTIPLE`."""
-    rows = source_config.vocab_size or 0
-    return target_config.vocab_size == -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def _check_tokenizer(folder: Path, config: Config) -> None:
@@ -390,21 +380,13 @@ def _check_tokenizer(folder: Path, config: Config) -> None:
 
 def _vocabulary(folder: Path) -> dict[int, str]:
     """Token by id of a tokenizer.json; empty if it cannot be read."""
+    import tokenizers
+
     try:
-        data = read_json(folder / "tokenizer.json")
-        entries = data["model"]["vocab"]
-        if isinstance(entries, dict):
-            tokens = {int(id): token for token, id in entries.items()}
-        else:  # Unigram: a list of (piece, score)
-            tokens = {id: piece for id, (piece, *_) in enumerate(entries)}
-        return tokens | {entry["id"]: entry["content"] for entry in data.get("added_tokens", [])}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        tokens = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    except Exception:  # the library raises no other type
         return {}
-
-
-def has_dense_layers(model: ModelConfig) -> bool:
-    """Whether any layer has no experts."""
-    return len(model.moe_layers) < model.num_hidden_layers
+    return {id: token for token, id in tokens.items()}
 
 
 def upcycling_problems(source_config: ModelConfig, target_config: ModelConfig) -> list[str]:

@@ -38,7 +38,7 @@ class Progress:
         skipped_in_a_row: Skipped steps since the last one that moved the parameters.
         digest: Sums of the sample digests' eight words since the last row.
         wandb_id: Id of the run at Weights & Biases, which a resumed run continues.
-        pending_evaluation: Whether a stop signal ended this step's evaluation; the resumed run repeats it.
+        evaluation_owed: Whether a stop signal ended this step's evaluation; the resumed run repeats it.
         evaluation: Metrics `eval/…` of the last evaluation, for the model card.
         evaluation_step: Its step; None before the first.
         best: The evaluation of the weights in `weights/best`; None without any.
@@ -50,7 +50,7 @@ class Progress:
     skipped_in_a_row: int = 0
     digest: list[int] = field(default_factory=lambda: [0] * DIGEST_WORDS)
     wandb_id: str | None = None
-    pending_evaluation: bool = False
+    evaluation_owed: bool = False
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluation_step: int | None = None
     best: Best | None = None
@@ -85,15 +85,8 @@ class Progress:
 
     def extra(self) -> dict[str, object]:
         """The fields for `RunFacts.extra` in a checkpoint's manifest, as plain JSON."""
-        return {
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "digest": self.digest,
-            "evaluation_owed": self.pending_evaluation,
-            "best": asdict(self.best) if self.best else None,
-            "evaluation": self.evaluation,
-            "evaluation_step": self.evaluation_step,
-            "spikes": self.spikes.state_dict(),
-        }
+        own = {name: getattr(self, name) for name in _EXTRA}
+        return own | {"best": asdict(self.best) if self.best else None, "spikes": self.spikes.state_dict()}
 
     @staticmethod
     def wrong_extra(extra: Mapping[str, object]) -> str | None:
@@ -109,18 +102,10 @@ class Progress:
     @classmethod
     def resumed(cls, step: int, tokens_seen: int, wandb_id: str | None, extra: dict) -> Progress:
         """The progress of a checkpoint with this `extra()`."""
-        return cls(
-            step=step,
-            tokens_seen=tokens_seen,
-            skipped_in_a_row=extra["skipped_in_a_row"],
-            digest=extra["digest"],
-            wandb_id=wandb_id,
-            pending_evaluation=extra["evaluation_owed"],
-            best=Best(**extra["best"]) if extra["best"] else None,
-            evaluation=extra["evaluation"],
-            evaluation_step=extra["evaluation_step"],
-            spikes=SpikeDetector.from_state_dict(extra["spikes"]),
-        )
+        own = {name: extra[name] for name in _EXTRA}
+        own["best"] = Best(**own["best"]) if own["best"] else None
+        own["spikes"] = SpikeDetector.from_state_dict(own["spikes"])
+        return cls(step, tokens_seen, wandb_id=wandb_id, **own)
 
 
 def _is_history(spikes: dict) -> bool:
@@ -147,4 +132,4 @@ _EXTRA: dict[str, tuple[Any, Callable[[Any], bool]]] = {
     "evaluation_step": (int | None, lambda _: True),
     "spikes": (dict, _is_history),
 }
-"""Key of `RunFacts.extra` -> its type and a check of its value."""
+"""Field of `Progress` in `RunFacts.extra` -> its type there and a check of its value."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from llm_pretrain.config.loading import to_dict
+from llm_pretrain.config.loading import dump_yaml, to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import OutputError
+from llm_pretrain.files import replace_text
 from llm_pretrain.hardware import device_peak_flops, environment, memory_bytes
 from llm_pretrain.model.sizes import count_parameters, flops_per_token
 from llm_pretrain.runs.folder import RunFolder
@@ -252,7 +253,7 @@ def source_metrics(sums: StepSums, config: Config) -> dict[str, object]:
     losses, counts = [[0.0] * len(labels)] * 2 if sums.vector is None else sums.by_source.tolist()
     metrics: dict[str, object] = {}
     for label, loss, tokens in zip(labels, losses, counts, strict=True):
-        metrics[f"train/source/{label}/loss"] = _finite(loss / tokens) if tokens else None
+        metrics[f"train/source/{label}/loss"] = loss / tokens if tokens else None
         metrics[f"train/source/{label}/loss_tokens"] = round(tokens)
     return metrics
 
@@ -264,26 +265,22 @@ def loss_metrics(step: Step, config: Config) -> dict[str, object]:
         return {"train/loss": None}
     loss, z_loss, aux_loss, router_z_loss = step.sums.losses.tolist()
     metrics: dict[str, object] = {
-        "train/loss": _finite(loss / num_loss_tokens),
-        "train/z_loss": _finite(config.training.z_loss_coef * z_loss / num_loss_tokens),
+        "train/loss": loss / num_loss_tokens,
+        "train/z_loss": config.training.z_loss_coef * z_loss / num_loss_tokens,
     }
     if not layers:
         return metrics
-    metrics["train/aux_loss"] = _finite(model.router_aux_loss_coef * aux_loss / num_loss_tokens)
-    metrics["train/router_z_loss"] = _finite(model.router_z_loss_coef * router_z_loss / num_loss_tokens)
+    metrics["train/aux_loss"] = model.router_aux_loss_coef * aux_loss / num_loss_tokens
+    metrics["train/router_z_loss"] = model.router_z_loss_coef * router_z_loss / num_loss_tokens
     assignments = num_loss_tokens * model.num_experts_per_tok
     load = (step.sums.expert_counts.double() / assignments).tolist()
     entropies = step.sums.router_entropies.tolist()
     for index, layer in enumerate(model.moe_layers):
         metrics[f"moe/layer_{layer}/load_max"] = max(load[index]) * model.num_experts
         metrics[f"moe/layer_{layer}/dead_experts"] = sum(share == 0 for share in load[index])
-        metrics[f"moe/layer_{layer}/router_entropy"] = _finite(entropies[index] / num_loss_tokens)
+        metrics[f"moe/layer_{layer}/router_entropy"] = entropies[index] / num_loss_tokens
     metrics["moe/load"] = load
     return metrics
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _hex(digest: list[int]) -> str:
@@ -329,7 +326,7 @@ def record_attempt(
     zlib_bits_per_byte: float | None,
     kernels: KernelChoice | None,
 ) -> None:
-    """Append this attempt's row to attempts.jsonl; for rank 0.
+    """Append this attempt's row to attempts.jsonl, then write its config.yaml; for rank 0.
 
     Args:
         folder: The run's.
@@ -340,7 +337,7 @@ def record_attempt(
         kernels: The outcome of their check; None if nothing was checked.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: a file cannot be written.
     """
     versions = environment(engine.device)
     size = count_parameters(config.model)
@@ -362,6 +359,8 @@ def record_attempt(
     }
     with MetricsWriter(folder.attempts) as attempts:
         attempts.append(row)
+    folder.check()
+    replace_text(folder.config, dump_yaml(config))
 
 
 def _samples_bytes(folder: RunFolder) -> int:

@@ -6,9 +6,10 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.nn import Module
@@ -60,10 +61,12 @@ class CheckpointManager:
     ):
         self.config, self.engine, self.folder, self.stores = config, engine, folder, stores
         self.notes: list[str] = []
-        self._save_status = SaveStatus(folder, status, rank=engine.rank)
+        self._status = status
         self._recorder: Recorder | None = None
+        self._warn: Callable[[str], None] = logger.warning
+        self._failures = self._recorded_step = 0
         self._background_group = open_background_group(config, engine.world_size)
-        self._pending: Background[Saved] | None = None
+        self._pending: Future[Saved] | None = None
         # `checkpoint_state` copies the state under DeepSpeed only
         needs_copy = config.checkpoint.async_save and config.distributed.strategy != "deepspeed"
         self._buffers = HostBuffers() if needs_copy else None
@@ -83,7 +86,7 @@ class CheckpointManager:
 
     def attach(self, recorder: Recorder) -> None:
         """Warn on the recorder's console, and sync its rows before each commit."""
-        self._save_status.warn, self._recorder = recorder.console.warning, recorder
+        self._warn, self._recorder = recorder.console.warning, recorder
 
     def find(self) -> ResumePoint | None:
         """The checkpoint to continue from by `checkpoint.resume`; None to start from scratch.
@@ -197,12 +200,12 @@ class CheckpointManager:
                 write = self._stage(progress, model, optimizer, self._buffers if in_background else None)
                 if in_background:
                     ranks = self._background_group or OneRank()
-                    self._pending = Background(lambda: write(ranks))
+                    self._pending = run_in_thread(lambda: write(ranks))
                     return
                 saved = write(self.engine)
         except CheckpointError as error:
             saved = failed(progress.step, error, f"step {progress.step}")
-        self._save_status.record(saved, last=last)
+        self._record(saved, last=last)
 
     def write_missing_weights(self, resume: ResumePoint, progress: Progress) -> None:
         """Write the weights of the run's own checkpoint, once it is restored, if the run was killed before
@@ -224,7 +227,7 @@ class CheckpointManager:
                 )
                 write(weights_in(staged.content, staged.pieces), self.engine)
         except CheckpointError as error:
-            self._save_status.record(failed(resume.step, error, f"the weights of step {resume.step}"))
+            self._record(failed(resume.step, error, f"the weights of step {resume.step}"))
 
     def wait(self, *, last: bool = False) -> None:
         """Wait for the save in the background, if there is one, and record its outcome.
@@ -237,19 +240,19 @@ class CheckpointManager:
         pending, self._pending = self._pending, None
         if pending is not None:
             heartbeat("waiting for the save in the background", files=True)
-            self._save_status.record(pending.result(), retried=last)
+            self._record(pending.result(), retried=last)
 
     def record_finished_save(self) -> None:
         """Record a finished background save in status.json; not collective."""
-        if self._pending is not None and self._pending.is_done and self._pending.error is None:
-            self._save_status.record_checkpoint(self._pending.result())
+        if self._pending is not None and self._pending.done() and self._pending.exception() is None:
+            self._record_checkpoint(self._pending.result())
 
     @property
     def has_failed(self) -> bool:
         """Whether writing a row or a background save failed on this rank, so that the run must end."""
         if self._recorder is not None and self._recorder.failure is not None:
             return True
-        return self._pending is not None and self._pending.is_done and self._pending.error is not None
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def raise_failure(self) -> None:
         """Raise one rank's failure on every rank."""
@@ -261,8 +264,8 @@ class CheckpointManager:
         """Let a background save commit when the run ends with an error; raises nothing."""
         if self._pending is not None:
             heartbeat("waiting for the save in the background", files=True)
-            if self._pending.wait(self.config.distributed.timeout_seconds):
-                self.record_finished_save()
+            wait([self._pending], self.config.distributed.timeout_seconds)
+            self.record_finished_save()
 
     def leave_group(self) -> None:
         """Destroy the process group of background saves; collective, after the last save."""
@@ -287,11 +290,47 @@ class CheckpointManager:
             try:
                 write(model_weights(model, self.engine, self.engine.pipeline), self.engine)
             except CheckpointError as error:
-                self._save_status.record(
-                    failed(progress.step, error, f"the best weights (step {progress.step})")
-                )
+                self._record(failed(progress.step, error, f"the best weights (step {progress.step})"))
                 return
         progress.best = Best(progress.step, loss, max_batches)
+
+    def _record(self, saved: Saved, *, last: bool = False, retried: bool = False) -> None:
+        """Record the outcome of a save: count failures in a row, and warn of them; all ranks together.
+
+        Args:
+            saved: The outcome.
+            last: Whether it is the run's last save.
+            retried: Whether the run's last save follows at once and writes this state again; a failure is
+                then an error only there.
+
+        Raises:
+            CheckpointError: on every rank, if the last save failed, or `MAX_FAILED_SAVES` in a row.
+        """
+        self._record_checkpoint(saved)
+        if saved.failure is None:
+            self._failures = 0
+            return
+        self._failures += 1
+        count = f"failed saves in a row: {self._failures} of {MAX_FAILED_SAVES}"
+        if not retried and (last or self._failures >= MAX_FAILED_SAVES):
+            reason = "training has ended, and its last save must not fail" if last else count
+            error = CheckpointError(
+                f"{saved.failure}; {reason}; start the same command again once it can be written"
+            )
+            error.shared = True
+            raise error
+        if self.engine.rank == 0:
+            self._warn(f"not saved, {saved.missing}: {saved.failure}; training goes on ({count})")
+
+    def _record_checkpoint(self, saved: Saved) -> None:
+        """Record a committed checkpoint in status.json, once."""
+        if saved.checkpoint is None or self._recorded_step == saved.step:
+            return
+        self._recorded_step = saved.step
+        try:
+            self._status.running(saved.step, saved.checkpoint)
+        except (OSError, OutputError) as error:
+            self._warn(f"{self.folder.status} could not be written: {error}")
 
     def _stage(
         self, progress: Progress, model: Module, optimizer: Optimizer, buffers: HostBuffers | None
@@ -404,94 +443,21 @@ def failed(step: int, error: CheckpointError, missing: str, checkpoint: Path | N
     return Saved(step, checkpoint, error, missing)
 
 
-class SaveStatus:
-    """Counts failed saves, warns of them, and writes committed checkpoints to status.json.
-
-    Args:
-        folder, status: The run's.
-        rank: Rank 0 warns.
-    """
-
-    def __init__(self, folder: RunFolder, status: Status, *, rank: int):
-        self.warn: Callable[[str], None] = logger.warning
-        self._folder, self._status, self._rank = folder, status, rank
-        self._failures = 0
-        self._recorded_step = 0
-
-    def record(self, saved: Saved, *, last: bool = False, retried: bool = False) -> None:
-        """Record the outcome of a save; all ranks together.
-
-        Args:
-            saved: The outcome.
-            last: Whether it is the run's last save.
-            retried: Whether the run's last save follows at once and writes this state again; a failure is
-                then an error only there.
-
-        Raises:
-            CheckpointError: on every rank, if the last save failed, or `MAX_FAILED_SAVES` in a row.
-        """
-        self.record_checkpoint(saved)
-        if saved.failure is None:
-            self._failures = 0
-            return
-        self._failures += 1
-        count = f"failed saves in a row: {self._failures} of {MAX_FAILED_SAVES}"
-        if not retried and (last or self._failures >= MAX_FAILED_SAVES):
-            reason = "training has ended, and its last save must not fail" if last else count
-            error = CheckpointError(
-                f"{saved.failure}; {reason}; start the same command again once it can be written"
-            )
-            error.shared = True
-            raise error
-        if self._rank == 0:
-            self.warn(f"not saved, {saved.missing}: {saved.failure}; training goes on ({count})")
-
-    def record_checkpoint(self, saved: Saved) -> None:
-        """Record a committed checkpoint in status.json, once."""
-        if saved.checkpoint is None or self._recorded_step == saved.step:
-            return
-        self._recorded_step = saved.step
-        try:
-            self._status.running(saved.step, saved.checkpoint)
-        except (OSError, OutputError) as error:
-            self.warn(f"{self._folder.status} could not be written: {error}")
-
-
 T = TypeVar("T")
 
 
-class Background(Generic[T]):
-    """A function call in a daemon thread, with its result or `error`."""
+def run_in_thread(action: Callable[[], T]) -> Future[T]:
+    """Call `action` in a daemon thread: a process that fails does not wait for it, as for an executor's."""
+    future: Future[T] = Future()
 
-    def __init__(self, action: Callable[[], T]):
-        self._action = action
-        self._results: list[T] = []
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="background-save", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the call has returned or raised."""
-        return not self._thread.is_alive()
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the call has ended, at most `seconds`; returns whether it has."""
-        self._thread.join(seconds)
-        return self.is_done
-
-    def result(self) -> T:
-        """Wait for the call; returns its result or raises its error."""
-        self._thread.join()
-        if self.error is not None:
-            raise self.error
-        return self._results[0]
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._results.append(self._action())
+            future.set_result(action())
         except BaseException as error:  # raised by `result`
-            self.error = error
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="background-save", daemon=True).start()
+    return future
 
 
 _VERSIONS = ("torch", "llm_pretrain", "python")

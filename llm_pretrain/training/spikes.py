@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -60,12 +59,10 @@ class SpikeDetector:
 
     steps: list[tuple[float, float, int]] = field(default_factory=list)
     in_a_row: int = 0
-    _sorted: list[list[float]] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Losses and gradient norms of `steps` in ascending order, updated step by step; empty until needed."""
 
     def detect(self, loss: float, grad_norm: float, num_loss_tokens: int, action: str) -> Spike | None:
         """The spike in a step with these global numbers, or None; `action` is `training.spike_action`."""
-        if len(self.steps) < MIN_STEPS or self._is_below_margins(loss, grad_norm):
+        if len(self.steps) < MIN_STEPS:
             return None
         losses, grad_norms, tokens = zip(*self.steps, strict=True)
         # the standard error of a mean grows as it is taken over fewer tokens
@@ -85,15 +82,10 @@ class SpikeDetector:
         if spike is not None:
             self.in_a_row += 1
             if spike.skipped is None and self.in_a_row >= NEW_LEVEL:
-                self.steps, self.in_a_row, self._sorted = [], 0, []
+                self.steps, self.in_a_row = [], 0
             return
         self.in_a_row = 0
-        self.steps.append((loss, grad_norm, num_loss_tokens))
-        dropped = self.steps.pop(0) if len(self.steps) > WINDOW else None
-        for column, values in enumerate(self._sorted):
-            insort(values, self.steps[-1][column])
-            if dropped is not None:
-                del values[bisect_left(values, dropped[column])]
+        self.steps = [*self.steps, (loss, grad_norm, num_loss_tokens)][-WINDOW:]
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the history as plain JSON, which keeps every float exactly."""
@@ -103,26 +95,6 @@ class SpikeDetector:
     def from_state_dict(cls, state: Mapping[str, Any]) -> SpikeDetector:
         """The detector with a checkpoint's history."""
         return cls([(loss, norm, tokens) for loss, norm, tokens in state["steps"]], state["in_a_row"])
-
-    def _is_below_margins(self, loss: float, grad_norm: float) -> bool:
-        """Whether both numbers are at most median + margin, the smallest value that `upper_bound` can have.
-
-        True for almost every step, whose deviation then need not be computed. Rounding is monotone, so no
-        spike is missed.
-        """
-        if not self._sorted:
-            self._sorted = [sorted(step[column] for step in self.steps) for column in (0, 1)]
-        losses, grad_norms = self._sorted
-        return loss <= _least_bound(losses, LOSS_MARGIN) and grad_norm <= _least_bound(
-            grad_norms, GRAD_NORM_MARGIN
-        )
-
-
-def _least_bound(values: Sequence[float], margin: float) -> float:
-    """`upper_bound` of sorted values with a deviation of 0."""
-    half = len(values) // 2
-    center = values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
-    return center + max(0.0, margin * center)
 
 
 def upper_bound(values: Sequence[float], margin: float, widening: float = 1.0) -> float:

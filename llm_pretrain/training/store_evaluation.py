@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-import zlib
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llm_pretrain.config.tree import Config, SourceConfig
 from llm_pretrain.errors import DataError
@@ -18,10 +16,6 @@ if TYPE_CHECKING:
     from llm_pretrain.data.store import TokenStore
     from llm_pretrain.data.tokenizers import Tokenizer
     from llm_pretrain.model.decoder import Decoder, DecoderOutput
-
-
-ZLIB_LIMIT = 64 << 20
-"""Bytes of the text, from its beginning, on which zlib's bits per byte are measured."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +54,8 @@ def evaluate_stores(model: Decoder, tokenizer: Tokenizer, config: Config, split:
     Raises:
         DataError: A store is damaged, has another tokenizer, or no target in this split.
     """
+    from tqdm import tqdm
+
     from llm_pretrain.data.loader import evaluation_batches, open_stores
     from llm_pretrain.distributed.collectives import OneRank
     from llm_pretrain.distributed.mesh import Place
@@ -73,16 +69,16 @@ def evaluate_stores(model: Decoder, tokenizer: Tokenizer, config: Config, split:
                 f"{store.path}: expected a store of the model's tokenizer ({tokenizer.hash[:12]}), "
                 f"found another's ({store.tokenizer_hash[:12]}); prepare it with {tokenizer.folder}"
             )
-    evaluated = evaluation_batches(config, split=split)
-    batches = _Counted(evaluated, stores[0].token_bytes())
+    batches = evaluation_batches(config, split=split)
     names, device = _names(config), model.lm_head.weight.device
 
     def forward(batch: Batch) -> DecoderOutput:
+        bar.update()
         with autocast(device.type, config.training.precision):
             return model(**batch.model_inputs())
 
-    with closing(batches):
-        evaluator = Evaluator(OneRank(device), Place(), forward, batches, stores[0], lambda: False, names)
+    evaluator = Evaluator(OneRank(device), Place(), forward, batches, stores[0], lambda: False, names)
+    with tqdm(total=len(batches), unit="batch", disable=None, leave=False) as bar:
         metrics = evaluator(model) or {}
     loss, perplexity = metrics.get("eval/loss"), metrics.get("eval/perplexity")
     if loss is None or perplexity is None:
@@ -92,12 +88,12 @@ def evaluate_stores(model: Decoder, tokenizer: Tokenizer, config: Config, split:
         loss=loss,
         perplexity=perplexity,
         bits_per_byte=metrics.get("eval/bits_per_byte"),
-        tokens=batches.tokens,
-        bytes=batches.bytes,
+        tokens=evaluator.tokens,
+        bytes=evaluator.text_bytes,
         zlib_bits_per_byte=zlib_bits_per_byte(stores) if on_validation else _zlib_of(stores, split),
         sequence_length=config.training.sequence_length,
-        sequences=sum(evaluated.sequences),
-        available=sum(evaluated.available),
+        sequences=sum(batches.sequences),
+        available=sum(batches.available),
         sources={
             name: {key: metrics[f"eval/source/{name}/{key}"] for key in ("loss", "bits_per_byte")}
             for name in (names if len(names) > 1 else [])
@@ -135,39 +131,13 @@ def evaluate_files(model: Decoder, tokenizer: Tokenizer, config: Config, inputs:
 
 def _zlib_of(stores: Sequence[TokenStore], split: str) -> float | None:
     """zlib's bits per byte of a split's text, decoded from its tokens; None without text."""
-    compressor = zlib.compressobj(9)
-    size = written = 0
+    from llm_pretrain.data.preparation import ZlibRate
+
+    packed = ZlibRate()
     for store in stores:
         pieces = store.tokenizer().token_pieces()
         for ids, _ in store.split(split).iterate():
-            if size >= ZLIB_LIMIT:
+            if packed.is_full:
                 break
-            text = b"".join(pieces[token] for token in ids.tolist())
-            size += len(text)
-            written += len(compressor.compress(text))
-    return 8 * (written + len(compressor.flush())) / size if size else None
-
-
-class _Counted(Sequence["Batch"]):
-    """Batches that count their targets when they are read, each of them once, with a progress bar."""
-
-    def __init__(self, batches: Sequence[Batch], token_bytes: Any):
-        from tqdm import tqdm
-
-        self._batches, self._token_bytes = batches, token_bytes
-        self._bar = tqdm(total=len(batches), unit="batch", disable=None, leave=False)
-        self.tokens = self.bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # no slices: the evaluation reads one batch after another
-        batch = self._batches[index]
-        labels = batch.labels[batch.loss_mask]
-        self.tokens += batch.num_loss_tokens
-        self.bytes += int(self._token_bytes[labels.numpy()].sum())
-        self._bar.update()
-        return batch
-
-    def close(self) -> None:
-        self._bar.close()
+            packed.add(b"".join(pieces[token] for token in ids.tolist()))
+    return packed.bits_per_byte()

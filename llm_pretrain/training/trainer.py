@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llm_pretrain.checkpoints.manifest import ResumePoint, newest_run_id
-from llm_pretrain.config.loading import dump_yaml, resolve_model, to_dict
+from llm_pretrain.config.loading import resolve_model, to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
 from llm_pretrain.data.loader import Batch, evaluation_batches, global_batches, open_stores, worker_errors
@@ -22,7 +23,6 @@ from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import any_rank, run_on_all_ranks, run_on_rank0
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, printable
 from llm_pretrain.export.hf_architectures import match_hf_architecture
-from llm_pretrain.files import replace_text
 from llm_pretrain.launch.out_of_memory import check_memory, explain_out_of_memory
 from llm_pretrain.launch.peer_failure import peer_failure
 from llm_pretrain.launch.process import SignalHandler
@@ -62,12 +62,8 @@ def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
     """Lists of `size` micro batches, one list per optimizer step."""
     with worker_errors():
         iterator = iter(batches)
-    while True:
-        with worker_errors():
-            window = list(islice(iterator, size))
-        if not window:
-            return
-        yield window
+        while window := list(islice(iterator, size)):
+            yield window
 
 
 class Trainer:
@@ -129,35 +125,30 @@ class Trainer:
         )
         batches = engine.prepare(model, optimizer, loader, initialize)
         if self._stop_requested():  # nothing to save yet, and restoring may take longer than the grace period
-            return self._preempted(self._print)
+            return self._preempted(partial(print_on_rank0, engine))
         if resume is not None:
             heartbeat(f"restoring step {resume.step}", files=True)
             self.checkpoints.restore(resume)
             check_parameters(engine, model, f"after restoring step {resume.step}")
         heartbeat("getting ready to train", files=True)
-        self.evaluator = self._build_evaluator()
-        self.predicted = PredictedCurve(self.config)
-        self.samples = self._open_samples()
-        changes = run_on_rank0(engine, lambda: self._changes(resume))
+        is_collective = forward_is_collective(config, engine.world_size)
+        self.evaluator = self._build_evaluator(is_collective=is_collective)
+        self.predicted = PredictedCurve(config)
+        # all ranks generate, since a rank that only waited for rank 0 would time out
+        self.samples = run_on_all_ranks(
+            engine, lambda: Samples(config, self.folder, self.stores[0], is_collective=is_collective)
+        )
         self.decision = Decision(config, engine, self.progress)
         self.recorder = Recorder(config, engine, self.folder, self.progress, self.decision, self._must_settle)
         self.checkpoints.attach(self.recorder)
         if config.training.check_every:
             from llm_pretrain.training.corruption import CorruptionCheck
 
-            self.check = CorruptionCheck(
-                config,
-                engine,
-                self.progress,
-                self.decision,
-                self.checkpoints,
-                self.status,
-                warn=self.recorder.console.warning,
-                flush=self._flush,
-            )
+            warn = self.recorder.console.warning
+            self.check = CorruptionCheck(self.decision, self.checkpoints, self.status, warn, self._flush)
             notes += self.check.notes()
         with closing(self.recorder), closing(self.checkpoints), gc_schedule() as self.collect_garbage:
-            self._print_start(resume, changes, notes)
+            self._print_start(resume, notes)
             if resume is not None:
                 heartbeat(f"writing the weights of step {resume.step}", files=True)
                 self.checkpoints.write_missing_weights(resume, self.progress)
@@ -166,9 +157,9 @@ class Trainer:
     def _train(self, batches: Iterable[Batch]) -> int:
         config, progress = self.config, self.progress
         saved_step = progress.step if self.checkpoints.is_saved(progress.step) else None
-        if progress.pending_evaluation:
+        if progress.evaluation_owed:
             saved_step = None  # the checkpoint marks it pending: save again once it is done
-        if progress.step == 0 or progress.pending_evaluation:
+        if progress.step == 0 or progress.evaluation_owed:
             self._evaluate_and_write(due=config.evaluation.eval_steps > 0)
         stopping = self._stop_requested()
         remaining = windows(batches, config.gradient_accumulation_steps(self.engine.world_size))
@@ -224,36 +215,34 @@ class Trainer:
         return self._evaluation_is_due() or self.checkpoints.is_due(step) or is_checked
 
     def _evaluate_and_write(self, *, due: bool) -> None:
-        """Evaluate if due, and write the step's row.
+        """Evaluate if due, and write the step's row; then keep the best weights and generate samples.
 
         An evaluation that a stop signal ended stays pending: the resumed run writes it in a row of its own.
         With an average of the parameters (EMA), the average is evaluated and saved as the best weights.
         """
         if not due:
-            self.progress.pending_evaluation = False
+            self.progress.evaluation_owed = False
             self.recorder.flush()
             return
-        heartbeat(f"the evaluation after step {self.progress.step}")
-        with ema_parameters(self.engine.model_and_optimizer()[1]):
-            metrics = self.evaluator(self.engine.model_and_optimizer()[0])
-            self.progress.pending_evaluation = metrics is None
+        step, console = self.progress.step, self.recorder.console
+        model, optimizer = self.engine.model_and_optimizer()
+        heartbeat(f"the evaluation after step {step}")
+        with ema_parameters(optimizer):
+            metrics = self.evaluator(model)
+            loss = metrics.get("eval/loss") if metrics else None
+            self.progress.evaluation_owed = metrics is None
             if metrics:
-                step, loss = self.progress.step, metrics.get("eval/loss")
-                self.recorder.evaluation(metrics | self.predicted.metrics(step, loss, self.recorder.console))
+                self.recorder.evaluation(metrics | self.predicted.metrics(step, loss, console))
                 self.progress.evaluated(metrics)
             self.recorder.flush()
-            if metrics is not None:
-                self._after_evaluation(metrics.get("eval/loss"))
-
-    def _after_evaluation(self, loss: float | None) -> None:
-        """Save the best weights and generate samples."""
-        model, _ = self.engine.model_and_optimizer()
-        if loss is not None:
-            heartbeat(f"keeping the best weights of step {self.progress.step}", files=True)
-            self.checkpoints.keep_best(self.progress, loss)
-        heartbeat(f"generating samples after step {self.progress.step}")
-        assert isinstance(model, Decoder)
-        self.samples.write(model, self.progress.step, self.recorder.console, rank=self.engine.rank)
+            if metrics is None:
+                return
+            if loss is not None:
+                heartbeat(f"keeping the best weights of step {step}", files=True)
+                self.checkpoints.keep_best(self.progress, loss)
+            heartbeat(f"generating samples after step {step}")
+            assert isinstance(model, Decoder)
+            self.samples.write(model, step, console, rank=self.engine.rank)
 
     def _stop_requested(self) -> bool:
         """Whether any rank received a stop signal; raises on every rank if one failed to write a file."""
@@ -276,7 +265,7 @@ class Trainer:
         self._flush()
         if saved_step != step:
             self._save(last=True)
-        if step < self.config.training.max_steps or self.progress.pending_evaluation:
+        if step < self.config.training.max_steps or self.progress.evaluation_owed:
             self.recorder.hurried = True
             return self._preempted(console.info)
         reason = "; ".join(self.status.findings()) or None
@@ -298,60 +287,22 @@ class Trainer:
         write(f"stopped by {reason} after step {step}; start the same command again to continue")
         return EXIT_PREEMPTED
 
-    def _print(self, text: str) -> None:
-        """Print on rank 0, before there is a console."""
-        with suppress(OSError):  # the terminal is closed
-            if self.engine.rank == 0:
-                print(printable(text), flush=True)
-
-    def _build_evaluator(self) -> Evaluator:
-        config = self.config
+    def _build_evaluator(self, *, is_collective: bool) -> Evaluator:
+        config, engine = self.config, self.engine
         batches = run_on_all_ranks(
-            self.engine,
+            engine,
             lambda: evaluation_batches(config, stores=self.stores) if config.evaluation.eval_steps else [],
         )
-        labels = [source.label for source in config.data.sources]
-        is_collective = forward_is_collective(config, self.engine.world_size)
-        engine = self.engine
+        labels, store = [source.label for source in config.data.sources], self.stores[0]
+
+        def stop_requested() -> bool:
+            return self.stop.requested
+
         return Evaluator(
-            engine,
-            engine.place,
-            engine.forward,
-            batches,
-            self.stores[0],
-            lambda: self.stop.requested,
-            labels,
-            is_collective,
+            engine, engine.place, engine.forward, batches, store, stop_requested, labels, is_collective
         )
 
-    def _open_samples(self) -> Samples:
-        """Open samples.jsonl; all ranks generate, since a rank that only waited for rank 0 would time out."""
-        is_collective = forward_is_collective(self.config, self.engine.world_size)
-        return run_on_all_ranks(
-            self.engine,
-            lambda: Samples(self.config, self.folder, self.stores[0], is_collective=is_collective),
-        )
-
-    def _changes(self, resume: ResumePoint | None) -> list[str]:
-        """The differences from the run that this attempt continues."""
-        run = resume.path.resolve().parent.parent if resume else self.folder.path
-        return config_diff(run / self.folder.config.name, self.config)
-
-    def _record_attempt(self, zlib_bits: float | None) -> None:
-        """Append the attempt's row to attempts.jsonl, then write its config.yaml; on rank 0."""
-        record_attempt(self.folder, self.config, self.engine, self.progress.step, zlib_bits, self.kernels)
-        self.folder.check()
-        replace_text(self.folder.config, dump_yaml(self.config))
-
-    def _export_warnings(self) -> list[str]:
-        """A warning, before training starts, if transformers cannot open the exported weights."""
-        try:
-            match_hf_architecture(self.config.model)
-        except ConfigError as error:
-            return [f"transformers will not open the weights, llm_pretrain and perhaps GGUF will: {error}"]
-        return []
-
-    def _print_start(self, resume: ResumePoint | None, changes: list[str], notes: list[str]) -> None:
+    def _print_start(self, resume: ResumePoint | None, notes: list[str]) -> None:
         """Print model, launch, warnings and resume point, and put the attempt on record.
 
         Last: one that is killed before leaves the settings of the attempt before it, with which the next
@@ -367,7 +318,11 @@ class Trainer:
         )
         if engine.device.type == "cuda":
             console.info(kernels_in_use(config, engine.device, engine.world_size))
-        self._print_kernel_choice()
+        if self.kernels is not None:
+            for note in self.kernels.notes:
+                console.warning(note)
+            if self.kernels.seconds:
+                console.info(f"kernels compared with their definitions in {self.kernels.seconds:.1f} s")
         console.info(
             f"{training.max_steps} steps of {training.global_batch_size} x {training.sequence_length} tokens "
             f"in {self.folder.path}"
@@ -375,29 +330,34 @@ class Trainer:
         zlib_bits = zlib_bits_per_byte(self.stores)
         if zlib_bits is not None:
             console.info(f"validation text: zlib level 9 needs {zlib_bits:.4f} bits per byte")
-        for warning in [*self._export_warnings(), *self.evaluator.unseen_sources()]:
+        try:
+            match_hf_architecture(config.model)
+        except ConfigError as error:
+            console.warning(
+                f"transformers will not open the weights, llm_pretrain and perhaps GGUF will: {error}"
+            )
+        for warning in self.evaluator.unseen_sources():
             console.warning(warning)
         for note in [*notes, *self.checkpoints.notes]:
             console.info(note)
         if resume is not None:
             for warning in resume.warnings:
                 console.warning(warning)
-            for change in changes:
+            before, run = resume.path.resolve().parent.parent / self.folder.config.name, resume.run
+            for change in run_on_rank0(engine, lambda: config_diff(before, config)):
                 console.warning(f"changed since the attempt before: {change}")
-            run = resume.run
             console.info(f"resumed from {resume.path} (written by {run.launcher} x {run.world_size})")
             if resume.step == training.max_steps:
                 console.info(f"nothing left to do: training.max_steps is {training.max_steps}")
-        run_on_rank0(engine, lambda: self._record_attempt(zlib_bits))
+        step, kernels = self.progress.step, self.kernels
+        run_on_rank0(engine, lambda: record_attempt(self.folder, config, engine, step, zlib_bits, kernels))
 
-    def _print_kernel_choice(self) -> None:
-        """Warn of each kernel that was replaced, and print how long the check took."""
-        console, choice = self.recorder.console, self.kernels
-        if choice is not None:
-            for note in choice.notes:
-                console.warning(note)
-            if choice.seconds:
-                console.info(f"kernels compared with their definitions in {choice.seconds:.1f} s")
+
+def print_on_rank0(engine: Engine, text: str) -> None:
+    """Print a line before there is a console."""
+    with suppress(OSError):  # the terminal is closed
+        if engine.rank == 0:
+            print(printable(text), flush=True)
 
 
 UNFINISHED = (
@@ -427,9 +387,8 @@ def pretrain(config: Config, engine: Engine) -> int:
             launcher=engine.launcher,
             check=folder.check,
         )
-        if status.unfinished and engine.rank == 0:
-            with suppress(OSError):  # the terminal is closed
-                print(printable(f"{folder.path}: {UNFINISHED}"), flush=True)
+        if status.unfinished:
+            print_on_rank0(engine, f"{folder.path}: {UNFINISHED}")
         try:
             run_on_all_ranks(engine, status.started)  # rank 0 writes; every rank says why it could not
             report_hangs_to(folder, status)

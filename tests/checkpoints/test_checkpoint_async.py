@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from llm_pretrain.checkpoints.opening import CheckpointTensors, CheckpointWeight
 from llm_pretrain.checkpoints.state import HostBuffers
 from llm_pretrain.checkpoints.tensor_files import write_safetensors
 from llm_pretrain.errors import CheckpointError, DivergedError
-from llm_pretrain.training.saving import Background
+from llm_pretrain.training.saving import run_in_thread
 
 
 def staged(run: Run, buffers: HostBuffers | None):
@@ -142,9 +143,9 @@ def test_a_failure_in_the_thread_is_raised_where_its_result_is_taken(tmp_path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        background = Background(lambda: run.store.write(taken))
-        assert background.wait(60)
-    assert background.is_done
+        background = run_in_thread(lambda: run.store.write(taken))
+        wait([background], 60)
+    assert background.done()
     with pytest.raises(CheckpointError, match="No space left on device"):
         background.result()
     assert run.store.committed() == [1]
@@ -157,7 +158,7 @@ def test_what_is_written_in_a_thread_is_what_the_main_one_would_write(tmp_path):
     taken = staged(run, HostBuffers())
     run_alone = Run(tmp_path / "main").train(2)
     expected = run_alone.save()
-    background = Background(lambda: run.store.write(taken))
+    background = run_in_thread(lambda: run.store.write(taken))
     run.train(5)
     path = background.result()
     files = sorted(file.name for file in expected.glob("*.safetensors"))

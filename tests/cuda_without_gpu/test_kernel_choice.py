@@ -19,10 +19,10 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.model import self_check
 from llm_pretrain.model.kernels import attention
 from llm_pretrain.model.kernels.choice import configured_kernels
+from llm_pretrain.model.precision import DTYPES
 from llm_pretrain.model.self_check import check_kernels
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.training.kernel_choice import KernelChoice, choose_kernels
-from llm_pretrain.training.model_setup import product_type
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's tracing does what its warnings advise against
 DEVICE = f"{H100.name} (9.0)"
@@ -72,7 +72,7 @@ def test_every_kernel_of_a_step_is_checked(case: str):
     for part in self_check.PARTS:
         with Watched() as watched:
             checks = check_kernels(
-                config.model, configured_kernels(config), CUDA, product_type(config), (part,)
+                config.model, configured_kernels(config), CUDA, DTYPES[config.training.precision], (part,)
             )
         assert len(checks) == (part != "experts" or model is MOE)
         assert not [check.problem for check in checks if check.problem]

@@ -203,9 +203,6 @@ def corruption_check(training: Any, warnings: list[str]) -> corruption.Corruptio
     faults: list[dict] = []
     status: Any = SimpleNamespace(checked=None, faults=faults, add_fault=faults.append)
     return corruption.CorruptionCheck(
-        training.config,
-        training.engine,
-        training.progress,
         training.decision,
         checkpoints,
         status,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ import train_pretrain
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training import decision, recorder
 from llm_pretrain.training.recorder import MAX_PENDING, Recorder
-from llm_pretrain.training.spikes import WINDOW, SpikeDetector
 
 STEPS = 24
 LOST, LARGE = {3, 4, 12}, {20}
@@ -185,28 +183,6 @@ def test_between_rows_nothing_is_read(
         assert train(*options(plain_store, tmp_path / "run", *no_pauses)) == 0
     read_at = {step for step in reads.steps if step} - {11}  # the end saves
     assert read_at == ({5, 10} if is_deferred else set(range(1, 11)))
-
-
-@pytest.mark.parametrize("level", [3.0, -3.0, 0.0])
-def test_a_quick_look_misses_no_spike(level: float):
-    generator = random.Random(0)
-    detector, spikes = SpikeDetector(), 0
-    for _ in range(3 * WINDOW):
-        wild = generator.random() < 0.05
-        numbers = (
-            level + generator.gauss(0, 2 if wild else 0.1),
-            abs(generator.gauss(1, 9 if wild else 0.2)),
-        )
-        tokens = generator.randint(8, 64)
-        found = detector.detect(*numbers, tokens, "log")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SpikeDetector, "_is_below_margins", lambda *_: False)
-            assert (
-                SpikeDetector.from_state_dict(detector.state_dict()).detect(*numbers, tokens, "log") == found
-            )
-        spikes += found is not None
-        detector.record(*numbers, tokens, found)
-    assert spikes > 5
 
 
 @pytest.mark.gpu
