@@ -38,10 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     sampled = f" of {report.text_bytes:,}" if report.sampled_bytes < report.text_bytes else ""
     print(f"trained on {report.sampled_bytes:,}{sampled} bytes in {report.documents:,} documents")
     print(f"packs      {report.bytes_per_token:.3f} bytes per token")
-    for script in report.scripts[:6]:
-        if script.share >= 0.001:
-            packs = f"{script.bytes_per_token:.3f} in {script.share:6.1%} of the tokens"
-            print(f"           {packs}: {script.script}")
     for cause, count in sorted(report.skipped.items()):
         print(f"left out   {count:,} × {cause}")
     if report.altered_documents:

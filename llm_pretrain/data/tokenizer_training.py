@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shutil
-import unicodedata
 import uuid
 import zlib
 from collections import Counter
@@ -14,8 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
-
-import numpy as np
 
 from llm_pretrain.data.documents import EMPTY, RecordError, parse_record
 from llm_pretrain.data.readers import read_records
@@ -27,28 +24,14 @@ SAMPLE_BYTES = 32 << 20
 """Larger corpora are sampled, by the hash of their blocks."""
 
 _BLOCK_CHARACTERS = 1000
-_SCRIPTS = {
-    *("Latin", "Greek", "Cyrillic", "Armenian", "Hebrew", "Arabic", "CJK", "Hiragana", "Katakana", "Hangul"),
-    *("Devanagari", "Bengali", "Tamil", "Telugu", "Thai", "Lao", "Khmer", "Georgian", "Ethiopic"),
-}
-
-
-@dataclass(frozen=True)
-class ScriptShare:
-    """One script's `share` of all tokens and its `bytes_per_token`."""
-
-    script: str
-    share: float
-    bytes_per_token: float
 
 
 @dataclass(frozen=True)
 class TokenizerReport:
     """The training corpus, and how well the tokenizer compresses it.
 
-    `vocab_size` is the final size. `bytes_per_token` and `scripts` (most frequent first) are of the sampled
-    text. `altered_documents` counts checked documents that decoding does not restore; `skipped` counts bad
-    records by cause.
+    `vocab_size` is the final size. `bytes_per_token` is of the sampled text. `altered_documents` counts checked
+    documents that decoding does not restore; `skipped` counts bad records by cause.
     """
 
     vocab_size: int
@@ -56,7 +39,6 @@ class TokenizerReport:
     text_bytes: int
     sampled_bytes: int
     bytes_per_token: float
-    scripts: tuple[ScriptShare, ...]
     altered_documents: int
     skipped: dict[str, int]
 
@@ -103,15 +85,14 @@ def train_tokenizer(
     _write(folder, content, model, chat=type != "char")
     tokenizer = open_tokenizer(folder)
     checked = texts if sample == 1.0 else ["".join(_blocks(text, sample)) for text in texts]
-    counts, altered = _measure(tokenizer, checked)
+    tokens, altered = _measure(tokenizer, checked)
     sampled = sum(len(text.encode()) for text in checked)
     return TokenizerReport(
         vocab_size=tokenizer.vocab_size,
         documents=len(texts),
         text_bytes=total,
         sampled_bytes=sampled,
-        bytes_per_token=sampled / max(1, int(counts.sum())),
-        scripts=_scripts(tokenizer, counts),
+        bytes_per_token=sampled / max(1, tokens),
         altered_documents=altered,
         skipped=dict(skipped),
     )
@@ -185,44 +166,15 @@ def _sampled(block: str, sample: float) -> Iterator[str]:
         yield block
 
 
-def _measure(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[np.ndarray, int]:
-    """(occurrences of each id in all texts, number of texts that decoding does not restore)."""
-    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    altered = 0
+def _measure(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, int]:
+    """(tokens of all texts, number of texts that decoding does not restore)."""
+    tokens = altered = 0
     for start in range(0, len(texts), 256):
         part = texts[start : start + 256]
         for text, ids in zip(part, tokenizer.encode(part), strict=True):
-            counts += np.bincount(np.array(ids, dtype=np.int64), minlength=len(counts))
+            tokens += len(ids)
             altered += tokenizer.decode(ids) != text
-    return counts, altered
-
-
-def _scripts(tokenizer: Tokenizer, counts: np.ndarray) -> tuple[ScriptShare, ...]:
-    tokens: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for piece, count in zip(tokenizer.token_pieces(), counts.tolist(), strict=True):
-        if count:
-            script = _script(piece)
-            tokens[script] += count
-            sizes[script] += count * len(piece)
-    total = max(1, sum(tokens.values()))
-    return tuple(
-        ScriptShare(script, count / total, sizes[script] / count) for script, count in tokens.most_common()
-    )
-
-
-def _script(piece: bytes) -> str:
-    """The script of a piece's first letter, which is the first word of the letter's Unicode name."""
-    try:
-        text = piece.decode("utf-8")
-    except UnicodeDecodeError:
-        return "parts of characters"
-    letter = next((character for character in text if character.isalpha()), None)
-    if letter is None:
-        return "spaces, digits, signs"
-    script = unicodedata.name(letter, "").split(" ")[0].split("-")[0]
-    script = script if script == "CJK" else script.capitalize()
-    return script if script in _SCRIPTS else "other letters"
+    return tokens, altered
 
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
