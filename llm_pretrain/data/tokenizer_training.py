@@ -30,8 +30,8 @@ _BLOCK_CHARACTERS = 1000
 class TokenizerReport:
     """The training corpus, and how well the tokenizer compresses it.
 
-    `vocab_size` is the final size. `bytes_per_token` is of the sampled text. `altered_documents` counts checked
-    documents that decoding does not restore; `skipped` counts bad records by cause.
+    `vocab_size` is the final size, `bytes_per_token` that of the sampled text. `altered_documents` counts
+    checked documents that decoding does not restore; `skipped` counts bad records by cause.
     """
 
     vocab_size: int
