@@ -84,6 +84,14 @@ def test_elementwise_operations_move_bytes_and_fused_ones_fewer():
     assert seconds(True, lambda a, b: (a + b).exp().sin() @ b) == (2 * 8**3, 2 * size)
 
 
+def test_a_storage_at_a_freed_ones_address_is_another():
+    tracker, serials = Tracker("cpu"), set[int]()
+    with tracked(tracker):
+        for _ in range(20):
+            serials.add(tracker.serial(torch.ones(100)))
+    assert len(serials) == 20
+
+
 def test_views_move_nothing():
     assert seconds(False, lambda a, b: a.t().view(-1) if a.t().is_contiguous() else a.t()) == (0, 0)
 

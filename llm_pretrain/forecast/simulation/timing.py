@@ -89,12 +89,12 @@ class Roofline:
 
     def _bytes(self, func: Any, given: list[Tensor], made: list[Tensor]) -> float:
         assert self.tracker is not None
-        phase = self.tracker.phase
+        phase, serial = self.tracker.phase, self.tracker.serial
         is_fused = self.fuses and (torch.Tag.pointwise in func.tags or func._opname in _FUSED)
-        read = {_key(each): _size(each) for each in given}
-        written = {_key(each): _size(each) for each in made}
+        read = {serial(each): _size(each) for each in given}
+        written = {serial(each): _size(each) for each in made}
         if func._opname in _LOOKED_UP:
-            first = _key(given[0])
+            first = serial(given[0])
             read[first] = min(read[first], sum(written.values()))
         total = 0.0
         for key, size in read.items():
@@ -110,10 +110,6 @@ class Roofline:
             elif key not in self._unwritten:
                 total += size
         return total
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _size(tensor: Tensor) -> int:

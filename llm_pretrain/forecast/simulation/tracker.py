@@ -122,6 +122,11 @@ class Tracker(TorchDispatchMode):
             if serial is not None and self._kinds[serial] not in (PARAMETERS, OPTIMIZER):
                 self._kinds[serial] = kind
 
+    def serial(self, tensor: Tensor) -> int:
+        """Number of a tensor's storage, which no other storage gets; its address may be another's later."""
+        address = tensor.untyped_storage()._cdata
+        return self._serials.get(address, -address)
+
     def peak(self) -> tuple[int, dict[str, int]]:
         """Most bytes since `begin_step`, and those of each kind of tensor then, largest first."""
         totals = self.totals()
