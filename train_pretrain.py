@@ -1,8 +1,8 @@
 """Pretraining with PyTorch alone: `torchrun --nproc_per_node N train_pretrain.py --config FILE`.
 
-This file contains all of the distributed code: process group, DDP or FSDP, mixed precision, gradient
-accumulation, clipping and the optimizer's step. `train_pretrain_accelerate.py` does the same through
-Accelerate, method for method.
+This file has what makes a step distributed in plain sight: process group, DDP, mixed precision, gradient
+accumulation, clipping and the optimizer's step; FSDP2 and meshes are called in one line, `parallelize`.
+`train_pretrain_accelerate.py` does the same through Accelerate, method for method.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ accelerate.optimizer.is_lomo_available = cache(accelerate.optimizer.is_lomo_avai
 
 
 class AccelerateEngine:
-    """Data parallelism by Accelerate: DDP, FSDP2 or DeepSpeed ZeRO."""
+    """The run through Accelerate: DDP, FSDP2 with its meshes but pipelines, or DeepSpeed ZeRO."""
 
     launcher: Launcher = "accelerate"
 

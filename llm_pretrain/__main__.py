@@ -11,8 +11,8 @@ from llm_pretrain.files import flush_streams, prepare_streams
 from llm_pretrain.version import __version__
 
 COMMANDS = {
-    "tokenizer": "train a tokenizer on jsonl or text files",
-    "prepare": "tokenise jsonl or text files into a token store",
+    "tokenizer": "train a tokenizer on texts: jsonl, parquet, csv and others",
+    "prepare": "tokenise texts (jsonl, parquet, csv and others) into a token store",
     "convert": "turn token files of nanoGPT or llm.c into a token store",
     "inspect": "show what is in a token store: lengths, masks, packing, samples",
     "configs": "list the presets; write minimind's options or a config.json as a configuration",

@@ -63,7 +63,7 @@ class DataError(PretrainError):
 
 
 class DivergedError(PretrainError):
-    """Training no longer makes progress: too many skipped steps in a row."""
+    """Training cannot go on: skipped steps in a row, state that is not finite, or ranks that differ."""
 
     exit_code = 70
 

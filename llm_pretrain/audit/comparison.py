@@ -354,7 +354,7 @@ def compare_runs(
         tolerance: How far they may differ.
         find_ties: As in `compare_rows`.
     """
-    reference, rows = readable_rows(left), readable_rows(right)
+    reference, rows = rows_of_run(left), rows_of_run(right)
     trained = [step for each in (reference, rows) for step, row in each.items() if is_training_row(row)]
     last = max(trained, default=1) if steps is None else steps
     due = sorted({*trained, last}) if steps is None else None
@@ -373,7 +373,7 @@ def compare_runs(
     return comparison
 
 
-def readable_rows(folder: Path) -> Rows:
+def rows_of_run(folder: Path) -> Rows:
     """Rows of a run by step; empty where they cannot be read."""
     try:
         return rows_of(folder)

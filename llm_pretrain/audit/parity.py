@@ -18,7 +18,7 @@ from llm_pretrain.audit.comparison import (
     Rows,
     compare_rows,
     compare_runs,
-    readable_rows,
+    rows_of_run,
     tolerance_of,
 )
 from llm_pretrain.audit.variants import ParityPlan, Variant
@@ -55,7 +55,7 @@ class VariantRun:
     @property
     def rows(self) -> Rows:
         """Rows by step; empty where they cannot be read."""
-        return readable_rows(self.folder)
+        return rows_of_run(self.folder)
 
     @property
     def error_lines(self) -> tuple[str, ...]:

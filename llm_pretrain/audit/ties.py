@@ -16,7 +16,8 @@ from torch import Tensor
 from llm_pretrain.audit.comparison import LOSS_BOUND, ROUTING
 from llm_pretrain.audit.variants import Variant
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader import Batch, global_batches
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import global_batches
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.moe import Router
 from llm_pretrain.model.precision import autocast

@@ -19,34 +19,32 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
     Raises:
         ConfigError: `folder` is missing, or is not a run's.
     """
-    from llm_pretrain.audit import checkpoint_checks as _verify_checkpoints
-    from llm_pretrain.audit import data_checks as _verify_data
-    from llm_pretrain.audit import history_checks as _verify_history
+    from llm_pretrain.audit import checkpoint_checks, data_checks, history_checks
     from llm_pretrain.runs.record import check_run_folder
     from llm_pretrain.runs.replays import REPLAYS_FILE
 
     check_run_folder(folder)
-    run = _verify_history.RunFiles(folder)
-    checks.run("status.json", _verify_history.check_status_file, run)
-    checks.run("config.yaml", _verify_history.read_config, run)
-    run.manifests = _verify_checkpoints.read_manifests(folder / "checkpoints")
+    run = history_checks.RunFiles(folder)
+    checks.run("status.json", history_checks.check_status_file, run)
+    checks.run("config.yaml", history_checks.read_config, run)
+    run.manifests = checkpoint_checks.read_manifests(folder / "checkpoints")
     if run.known_config is None:
         checks.skip("everything else", "it rests on config.yaml")
     else:
-        checks.run("rows", _verify_history.read_history, run)
-        checks.run("data", _verify_checkpoints.check_data, run)
+        checks.run("rows", history_checks.read_history, run)
+        checks.run("data", checkpoint_checks.check_data, run)
         if run.known_config.training.check_every or run.status.get("faults"):
-            checks.run("computed twice", _verify_history.check_twice, run)
+            checks.run("computed twice", history_checks.check_twice, run)
         if run.attempts and run.fingerprints is not None:
-            _verify_data.check_samples(checks, run, samples)
+            data_checks.check_samples(checks, run, samples)
         else:
             checks.skip("samples", "the rows or the stores cannot be read")
-        _verify_checkpoints.check_checkpoints(checks, run)
-        _verify_checkpoints.check_weights(checks, run)
+        checkpoint_checks.check_checkpoints(checks, run)
+        checkpoint_checks.check_weights(checks, run)
     if (folder / REPLAYS_FILE).exists():
         checks.run("replays", _check_replays, folder, run.status.get("step"))
     if run.status:
-        checks.run("status", _verify_history.check_status, run)
+        checks.run("status", history_checks.check_status, run)
 
 
 def _check_replays(check: Check, folder: Path, last: int | None) -> None:

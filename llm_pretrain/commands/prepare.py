@@ -15,7 +15,7 @@ from llm_pretrain.errors import printable
 
 EXAMPLES = """an input is one of:
   .jsonl .ndjson .json             a record per line, or an array of records
-  .parquet .arrow .csv .tsv        a record per row
+  .parquet .arrow .feather .csv .tsv  a record per row
   any other file (.txt, .md, .py)  one document
   each of them as .gz, .zst, .bz2 or .xz too (not .parquet and .arrow)
   a folder of these, in sorted order, or a pattern such as 'data/*.jsonl.gz'

@@ -250,9 +250,9 @@ _NEUTRAL = {
 
 
 def neutral_values(kind: type[ModelConfig] = ModelConfig) -> dict[str, Any]:
-    """Each field of the model with the value that it has where nothing is said of it.
+    """The value of each field of the model with which it changes nothing, as if the field did not exist.
 
-    So a field that was added later neither parts a run from its checkpoints nor a model from an export that
-    does not know it, as long as it has this value.
+    A checkpoint or an export that does not know a field, because it was added later, is taken to have this
+    value.
     """
     return {field.name: field.default for field in fields(kind)} | _NEUTRAL

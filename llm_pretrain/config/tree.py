@@ -251,7 +251,7 @@ class ScheduleConfig:
 
     Args:
         name: Shape after the warm-up: `cosine`, `linear`, `constant`, or `wsd` (warm-up, stable, decay).
-        warmup_steps: Steps of linear warm-up from 0.
+        warmup_steps: Steps of linear warm-up, from the peak / warmup_steps in the first one.
         min_learning_rate: Learning rate at the end of `cosine`, `linear` and `wsd`.
         decay_steps: Length of the decay in steps. Default: all steps after the warm-up (`wsd`: of
             those, at most the run's last fifth).

@@ -404,7 +404,7 @@ def shared_memory_problem(config: Config, ranks: int) -> str | None:
         return None
     return (
         f"data.num_workers: expected {needed >> 20} MiB free in /dev/shm for batches of {workers} workers, "
-        f"found {free >> 20}; do set it to 0, or give the container more (docker run --shm-size)"
+        f"found {free >> 20}; set it to 0, or give the container more (docker run --shm-size)"
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_pretrain.checkpoints.folders import folder_name
-from llm_pretrain.data.loader import Batch
+from llm_pretrain.data.assembly import Batch
 from llm_pretrain.distributed.collectives import any_rank
 from llm_pretrain.errors import CorruptionError, PretrainError
 from llm_pretrain.launch.watchdog import heartbeat

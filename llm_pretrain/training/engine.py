@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader import Batch
+from llm_pretrain.data.assembly import Batch
 from llm_pretrain.distributed.mesh import Place, cp_positions
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.model_setup import FP8_MULTIPLE, eagerly

@@ -13,7 +13,8 @@ import torch
 from torch.nn import Module
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader import Batch, EvaluationBatches
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import EvaluationBatches
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.distributed.collectives import Ranks, any_rank

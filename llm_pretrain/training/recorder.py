@@ -141,8 +141,8 @@ class Recorder:
     def _record(self, step: Step) -> None:
         """Add a step whose metrics are on the host to progress and row.
 
-        Skipped steps and spikes have a row even when none is due. A fault of the device that went away has
-        none of its own, so that the rows are those of a sound run; `status.json` names it.
+        Skipped steps and spikes have a row even when none is due. A fault of the device that went away causes
+        no row, so that the rows are those of a sound run; `status.json` names it.
         """
         self.progress.update(step)
         self._step = step.number

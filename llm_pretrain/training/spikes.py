@@ -1,4 +1,4 @@
-"""Anomalous steps: spike detection, the decision to apply or skip a step, and rollback."""
+"""Finds spikes: steps whose loss or gradient norm is far above those before."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader import Batch
+from llm_pretrain.data.assembly import Batch
 from llm_pretrain.distributed.collectives import Ranks
 from llm_pretrain.model.decoder import DecoderOutput
 from llm_pretrain.training.spikes import Spike
@@ -33,8 +33,9 @@ class Objective:
     """
 
     def __init__(self, config: Config, world_size: int):
-        averaged = world_size if config.distributed.strategy != "fsdp" else 1
-        self.factor = averaged * config.gradient_accumulation_steps(world_size)
+        ranks_averaged = world_size if config.distributed.strategy != "fsdp" else 1
+        # the engine divides by A, as Accelerate does by itself
+        self.factor = ranks_averaged * config.gradient_accumulation_steps(world_size)
         self.z_loss_coef = config.training.z_loss_coef
         self.router_aux_loss_coef = config.model.router_aux_loss_coef
         self.router_z_loss_coef = config.model.router_z_loss_coef
@@ -224,8 +225,9 @@ class Step:
         return clip_grad_norm(parameters, max_norm)
 
     def may_update(self, grad_norm: Tensor | float) -> bool:
-        """Whether the optimizer may step, the same on every rank; called with all micro batches added.
+        """Decide whether the optimizer may step, the same on every rank; every micro batch is added before.
 
+        Adds the sums over the ranks (collective), and fills in gradient norm, loss and why it is skipped.
         True where the decision stays on the device, whose optimizer reads `found_inf`.
         """
         full_tensor = getattr(grad_norm, "full_tensor", None)

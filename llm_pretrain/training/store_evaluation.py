@@ -12,7 +12,7 @@ from llm_pretrain.config.tree import Config, SourceConfig
 from llm_pretrain.errors import DataError
 
 if TYPE_CHECKING:
-    from llm_pretrain.data.loader import Batch
+    from llm_pretrain.data.assembly import Batch
     from llm_pretrain.data.store import TokenStore
     from llm_pretrain.data.tokenizers import Tokenizer
     from llm_pretrain.model.decoder import Decoder, DecoderOutput

@@ -18,7 +18,8 @@ from llm_pretrain.checkpoints.manifest import ResumePoint, newest_run_id
 from llm_pretrain.config.loading import resolve_model, to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
-from llm_pretrain.data.loader import Batch, evaluation_batches, global_batches, open_stores, worker_errors
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import evaluation_batches, global_batches, open_stores, worker_errors
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import any_rank, run_on_all_ranks, run_on_rank0
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, printable
@@ -305,8 +306,8 @@ class Trainer:
     def _print_start(self, resume: ResumePoint | None, notes: list[str]) -> None:
         """Print model, launch, warnings and resume point, and put the attempt on record.
 
-        Last: one that is killed before leaves the settings of the attempt before it, with which the next
-        start compares its own.
+        The record comes last: an attempt that is killed before leaves the settings of the one before it
+        there, with which the next start compares its own.
         """
         config, engine, console = self.config, self.engine, self.recorder.console
         training, size = config.training, count_parameters(config.model)
