@@ -26,16 +26,16 @@ from llm_pretrain.optim.orthogonal import product_dtype
 from llm_pretrain.training.engine import Engine
 
 MAY_DIFFER = {"data.num_workers", "distributed.cpu_threads", "run.output_dir"}
-"""Settings that depend on the machine and change no result: its numbers of workers and threads, and its path
-to the run's folder. That all ranks see one folder is checked by the folder's marker before every write."""
+"""Settings that may differ between ranks, because they change no result: numbers of workers and threads, and
+the path of the run's folder. Before every write, its marker shows that this is the run's folder."""
 PATHS = {"model.init_from", "checkpoint.resume"}
-"""Settings that are paths, which may differ between machines. Only whether a path is set is compared here;
-what is read from it is compared by `check_parameters`."""
+"""Settings that are paths. A path may differ between machines, so only whether it is set is compared here;
+`check_parameters` compares what the run reads from it."""
 
 
 def check_launch(config: Config, engine: Engine) -> None:
-    """Stop unless all ranks run one script and one source code with the same settings, packages and variables
-    (collective, the first one of a run: it works between the two scripts).
+    """Stop unless all ranks run the same script and source code, with equal settings, packages and variables.
+    This is the first collective of a run, and works even between ranks that run different scripts.
 
     Raises:
         ConfigError: naming each difference with both values and ranks.
@@ -46,7 +46,7 @@ def check_launch(config: Config, engine: Engine) -> None:
 
 
 def launch_facts(config: Config, engine: Engine) -> dict[str, str]:
-    """What must be equal on all ranks before any file is opened, by name."""
+    """Name -> value of everything that must be equal on all ranks before any file is opened."""
     facts = {"script": _script(engine), "device": engine.device.type}
     for section, fields in to_dict(config).items():
         names = {f"{section}.{field}": value for field, value in fields.items()}
@@ -59,10 +59,10 @@ def launch_facts(config: Config, engine: Engine) -> dict[str, str]:
     if config.optimizer.name not in OPTIMIZERS:
         from llm_pretrain.optim.by_path import imported
 
-        with suppress(ConfigError, OSError):  # where the class is tried out, every rank says so
+        with suppress(ConfigError, OSError):  # a failing import is reported later, on every rank
             file = _file_of(imported(config.optimizer.name).__module__)
             facts["source of optimizer.name"] = _digest(file.read_bytes())
-    packages = ["torch", "numpy", "safetensors"]  # besides Accelerate, what computes or communicates
+    packages = ["torch", "numpy", "safetensors"]  # what computes or communicates; `_script` has Accelerate
     packages += ["deepspeed"] if config.distributed.strategy == "deepspeed" else []
     packages += ["torchao"] if config.training.float8 else []
     facts |= {f"package {each}": package_version(each) or "not installed" for each in packages}
@@ -74,7 +74,7 @@ def launch_facts(config: Config, engine: Engine) -> dict[str, str]:
 
 
 def _setting(name: str, value: Any) -> str:
-    """The text of a setting that is compared; a constant where ranks may differ."""
+    """The text by which a setting is compared; a constant for a setting that may differ between ranks."""
     if name in MAY_DIFFER:
         return "any"
     if name == "data.sources":  # the stores are compared by their contents
@@ -85,9 +85,9 @@ def _setting(name: str, value: Any) -> str:
 
 
 def _script(engine: Engine) -> str:
-    """The file that defines the engine, with its digest; through Accelerate also its version.
+    """Name and digest of the file that defines the engine; under Accelerate also Accelerate's version.
 
-    A class that is defined in a notebook has no file: its name is used instead.
+    An engine class from a notebook has no file; the name of the class is used instead.
     """
     file = _file_of(type(engine).__module__)
     parts = [file.name, _digest(file.read_bytes())] if file.is_file() else [type(engine).__name__]
@@ -97,7 +97,7 @@ def _script(engine: Engine) -> str:
 
 
 def _file_of(module: str) -> Path:
-    """The file of an imported module; the current folder where it has none."""
+    """The file of an imported module; the current folder for a module without a file."""
     return Path(getattr(sys.modules.get(module), "__file__", None) or "")
 
 
@@ -111,10 +111,11 @@ def check_stores(engine: Engine, stores: Sequence[TokenStore]) -> None:
 
 
 def check_parameters(engine: Engine, model: Module, when: str, *, training: bool = False) -> None:
-    """Stop unless parameters and buffers that several ranks hold are equal there (collective).
+    """Stop unless parameters and buffers that several ranks hold are equal on these ranks (collective).
 
-    A tensor's digest is the sum of its memory as integers: one pass, on the device. That of a tensor that is
-    sharded in each of several replicas is added over a replica's ranks. One that is held once is left out.
+    A tensor's digest is the sum of its memory as integers: one pass, on the device. If several replicas each
+    shard a tensor, the digests of its shards are added within each replica. A tensor held only once is left
+    out.
 
     Args:
         engine: The run's.
@@ -124,7 +125,7 @@ def check_parameters(engine: Engine, model: Module, when: str, *, training: bool
 
     Raises:
         ConfigError: naming the first tensor that differs.
-        DivergedError: likewise, with `training`.
+        DivergedError: instead of ConfigError, with `training`.
     """
     if engine.world_size == 1:
         return
@@ -132,7 +133,7 @@ def check_parameters(engine: Engine, model: Module, when: str, *, training: bool
 
     digests = replicated_digests(model, engine.world_size, bits_sum)
     kind = DivergedError if training else ConfigError
-    if (pipeline := engine.pipeline) is not None:  # the stages have parts of their own
+    if (pipeline := engine.pipeline) is not None:  # each stage has other parts of the model
         stages, digests = pipeline.gather(digests), pipeline.merged(digests)
         # a tied matrix is in the first and the last stage
         apart = [name for each in stages for name, value in each.items() if value != digests[name]]
@@ -144,9 +145,9 @@ def check_parameters(engine: Engine, model: Module, when: str, *, training: bool
 
 
 def bits_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """int64, 0-dim: the sum of a tensor's memory, read as 64-bit integers, and of the bytes left over.
+    """The sum of a tensor's memory, read as 64-bit integers, plus the bytes left over; int64, 0-dim.
 
-    This is 40 times as fast as a sum of its elements. It wraps around at 2^64.
+    This sum is 40 times as fast as a sum of the elements. It wraps around at 2^64.
     """
     tensor = tensor.detach().contiguous().flatten()
     if tensor.storage_offset() * tensor.element_size() % 8:  # int64 needs aligned memory

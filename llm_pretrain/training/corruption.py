@@ -1,6 +1,6 @@
-"""Detects silent data corruption: a step is computed twice, and what ranks hold alike is compared.
+"""Detects silent data corruption: computes a step twice, and compares tensors that several ranks hold.
 
-The second computation is the one that is applied. Names of tensors are those of the whole model.
+The computation that equals an earlier one is applied. Tensors are named as in the whole model.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ PASSED, TRANSIENT = "passed", "transient"
 
 @dataclass(frozen=True)
 class Fault:
-    """What was found wrong once.
+    """One detected corruption.
 
     Args:
         step: The step that was checked.
-        ranks: Those that the fault is on, or one of which it is on.
-        devices: Devices of the ranks.
+        ranks: Ranks that have the fault, or of which at least one has it.
+        devices: Devices of these ranks, in the same order.
         found: What differed, in words.
-        transient: Whether a repetition was right.
+        transient: Whether the difference was gone when the computation or the comparison was repeated.
     """
 
     step: int
@@ -61,14 +61,14 @@ class Fault:
 
 
 class Moment(NamedTuple):
-    """The moment of a computation: a fault shows at its own and at later ones, on other ranks too."""
+    """A moment of a computation; a fault shows at this moment and at later ones, on other ranks too."""
 
     phase: int
     """Forward, loss sums, backward, gradients added over ranks, clipped gradients."""
     layer: int = 0
-    """Layers done in this phase."""
+    """Layers finished in this phase."""
     part: int = 0
-    """Inside a layer."""
+    """Order inside a layer: 0 or 1."""
 
 
 FORWARD, SUMS, BACKWARD, ADDED, CLIPPED = range(5)
@@ -77,8 +77,8 @@ FORWARD, SUMS, BACKWARD, ADDED, CLIPPED = range(5)
 class Computation:
     """Digests of what a forward and backward pass computes on this rank.
 
-    A digest is the sum of the memory as 64-bit integers, so that one flipped bit always changes it. `values`
-    has those of all micro batches.
+    A digest is the sum of a tensor's memory as 64-bit integers, so one flipped bit always changes the digest.
+    `values` holds one digest per micro batch for each moment and tensor.
     """
 
     def __init__(self) -> None:
@@ -87,11 +87,11 @@ class Computation:
 
     @torch.no_grad()
     def add(self, moment: Moment, name: str, tensor: Tensor) -> None:
-        """Add one micro batch's tensor, or this rank's part of it."""
+        """Add the digest of one micro batch's tensor, or of this rank's shard of it."""
         self._digests.setdefault((moment, name), []).append(bits_sum(to_local(tensor)))
 
     def add_gradients(self, phase: int, model: nn.Module) -> None:
-        """Add the gradients of all parameters."""
+        """Add the digests of all parameters' gradients."""
         suffix = {ADDED: ", added over the ranks", CLIPPED: ", clipped"}[phase]
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
@@ -104,7 +104,7 @@ class Computation:
         self.values = {key: [next(found) for _ in each] for key, each in self._digests.items()}
 
     def first_difference(self, other: Computation) -> tuple[Moment, str] | None:
-        """Moment and names of what first differs; None if all is equal."""
+        """The first moment at which the two differ, and the names of what differs; None if all is equal."""
         keys = self.values.keys() | other.values.keys()
         differing = sorted(key for key in keys if self.values.get(key) != other.values.get(key))
         if not differing:
@@ -114,7 +114,7 @@ class Computation:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names of tensors in a message, the first three of them."""
+    """Up to three names of tensors, and how many more there are, for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
@@ -123,7 +123,7 @@ class CorruptionCheck:
     """Checks steps, and the state before a save; collective.
 
     Args:
-        decide: The run's decision on a step, whose engine is prepared.
+        decide: The run's decision on a step; its engine is prepared.
         checkpoints, status: The run's.
         warn: Prints a line on rank 0.
         flush: Writes the rows of all steps so far.
@@ -142,15 +142,15 @@ class CorruptionCheck:
         self.checkpoints, self.status, self.warn, self.flush = checkpoints, status, warn, flush
 
     def is_due(self, step: int) -> bool:
-        """Whether this step is checked: every N-th, and those after which a checkpoint is due."""
+        """Whether this step is checked: every N-th, the last, and those that a checkpoint follows."""
         every, last = self.config.training.check_every, self.config.training.max_steps
         return every > 0 and (step % every == 0 or step == last or self.checkpoints.is_due(step))
 
     def take_step(self, micro_batches: Sequence[Batch]) -> Step:
-        """A step, applied only if two of at most three computations had the same bits.
+        """Compute a step at most three times, until two computations have the same bits; only then apply it.
 
         Raises:
-            CorruptionError: on every rank, if no two had, or if ranks hold different parameters or moments.
+            CorruptionError: on every rank, if no two agree, or if ranks hold different parameters or moments.
         """
         self.flush()
         number = self.progress.step + 1
@@ -173,9 +173,9 @@ class CorruptionCheck:
         return step
 
     def compare_replicas(self, step: int) -> bool:
-        """Compare parameters, buffers and optimizer state that several ranks hold; whether they are alike.
+        """Whether parameters, buffers and optimizer state are equal on all ranks that hold them.
 
-        False if they are only when read again.
+        False if they differ at first and are equal when they are read again.
 
         Raises:
             CorruptionError: on every rank.
@@ -208,7 +208,7 @@ class CorruptionCheck:
         return []
 
     def _compute(self, micro_batches: Sequence[Batch], passes: list[Computation]) -> tuple[Step, bool]:
-        """One computation, which is added to `passes`; applied if it equals an earlier one on all ranks."""
+        """Compute the step as one more of `passes`; apply it if an earlier pass equals it on all ranks."""
         engine, own, accepted = self.engine, Computation(), False
         model, scaler = engine.model_and_optimizer()[0], engine.scaler
         scale = scaler.state_dict()
@@ -238,7 +238,7 @@ class CorruptionCheck:
         return step, accepted
 
     def _locate(self, step: int, passes: Sequence[Computation], *, transient: bool) -> Fault:
-        """The fault that computations of a step differ by: on the ranks where it shows first."""
+        """The fault that makes computations of a step differ, on the ranks where a difference shows first."""
         pairs = [(a, b) for number, a in enumerate(passes) for b in passes[number + 1 :]]
         own = min(filter(None, (a.first_difference(b) for a, b in pairs)), default=None)
         found = {rank: each for rank, each in enumerate(self.engine.gather_objects(own)) if each}
@@ -250,7 +250,7 @@ class CorruptionCheck:
         return self._fault(step, (list(where), f"{names} differs when computed again"), transient=transient)
 
     def _alike_digests(self) -> dict[str, dict[str, int]]:
-        """Digests by name of what other ranks hold too, by the part of the state that they hold."""
+        """Part of the state (`held_part`) -> tensor name -> digest, if other ranks hold the part too."""
         model, optimizer = self.engine.model_and_optimizer()
         tensors = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
         for name, parameter in model.named_parameters():
@@ -268,7 +268,7 @@ class CorruptionCheck:
         }
 
     def _are_alike(self, digests: Mapping[str, Mapping[str, int]]) -> bool:
-        """Whether all holders of each part have the same; the same on all ranks."""
+        """Whether all ranks that hold a part have equal digests of it; all ranks get the same answer."""
         own = {part: hashlib.sha256(repr(each).encode()).digest() for part, each in digests.items()}
         found: dict[str, bytes] = {}
         return all(
@@ -278,7 +278,7 @@ class CorruptionCheck:
         )
 
     def _differing(self, digests: Mapping[str, Mapping[str, int]]) -> tuple[list[int], str]:
-        """The ranks that hold something else than most do, or all if there is no majority, and what."""
+        """The ranks that differ from the majority, all if there is none; and what differs, in words."""
         everywhere = self.engine.gather_objects(digests)
         ranks: set[int] = set()
         names: dict[str, None] = {}
@@ -325,8 +325,8 @@ class CorruptionCheck:
 
 
 def held_part(tensor: Tensor, engine: Engine) -> tuple[str, int]:
-    """Which part of its tensor this rank holds, in words that are the same on ranks with the same part, and
-    the number of these ranks."""
+    """The part of a tensor that this rank holds, in words, and the number of ranks that hold this part. Ranks
+    that hold the same part get the same words."""
     stages, stage = engine.place.sizes.pp, engine.place.pp
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
@@ -342,10 +342,10 @@ def held_part(tensor: Tensor, engine: Engine) -> tuple[str, int]:
 
 @contextmanager
 def observed(model: nn.Module, computation: Computation) -> Iterator[None]:
-    """A block in which the layers' outputs, and gradients before they are added over ranks, are digested.
+    """Inside the block, add to `computation` the layers' outputs, and gradients before ranks add them.
 
-    The hooks of sharded parameters are on what FSDP has gathered of them, once a module begins that holds
-    them. Those of compiled layers' modules would be compiled, and are left out.
+    FSDP gathers sharded parameters when a module begins its forward pass, so hooks are set on them then. With
+    compiled layers, modules get no hooks, since torch would compile these too.
     """
     handles: list[Any] = []
     layers = {name: module for name, module in model.named_modules() if isinstance(module, DecoderLayer)}

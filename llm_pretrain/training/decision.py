@@ -17,9 +17,9 @@ from llm_pretrain.training.step import Step
 class Decision:
     """Decides whether an optimizer step is applied.
 
-    On a GPU the decision stays on the device if nothing on the host depends on it: the optimizer's kernel
-    reads `found_inf`, as under `GradScaler`, and updates neither parameters nor moments nor step counters if
-    it is 1. The recorder reads it back later, for many steps at once. The recorded metrics are the same.
+    On a GPU the decision stays on the device if nothing on the host depends on it. The optimizer's kernel
+    then reads `found_inf`, as under `GradScaler`, and updates no parameter, moment or step counter if it is
+    1. The recorder later reads many decisions at once. The recorded metrics are the same.
 
     Args:
         config, engine, progress: The run's; the engine is prepared.
@@ -49,7 +49,7 @@ class Decision:
         return not step.skipped
 
     def settle(self, step: Step) -> None:
-        """Fill in `grad_norm`, `loss`, `skipped` and `spike` from reduced numbers; waits for the device."""
+        """Fill in the step's `grad_norm`, `loss`, `skipped` and `spike`; waits for the device."""
         grad_norm, *losses = step.numbers()[: 1 + len(step.sums.losses)].tolist()
         if not math.isfinite(grad_norm):
             step.grad_norm = None
@@ -83,9 +83,9 @@ class Decision:
 def decides_on_device(config: Config, engine: Engine) -> bool:
     """Whether the decision on a step may stay on the device.
 
-    False if the host needs it before the next step: for spikes that are skipped or rolled back, fp16's loss
-    scale, a digest of the parameters in every row, or an optimizer that does not read `found_inf`. False
-    under DeepSpeed, whose engine ignores the decision.
+    False if the host needs the decision before the next step: for spikes that are skipped or rolled back,
+    fp16's loss scale, a digest of the parameters in every row, or an optimizer that does not read
+    `found_inf`. Also False under DeepSpeed, whose engine ignores the decision.
     """
     return (
         is_gpu(engine.device)

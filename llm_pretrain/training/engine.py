@@ -33,7 +33,7 @@ DDP_OPTIONS: dict[str, Any] = {
     "gradient_as_bucket_view": True,
     "bucket_cap_mb": 25,
 }
-"""Options of DistributedDataParallel, equal on both paths: another bucket size sums in another order."""
+"""Options of DistributedDataParallel on both paths: another bucket size would sum in another order."""
 DIGEST_WORDS = 8
 """32-bit words of a sample digest (SHA-256)."""
 
@@ -45,9 +45,9 @@ class Engine(StepEngine, Protocol):
     place: Place
     """Where this rank stands in the mesh."""
     pipeline: Pipeline | None
-    """The pipeline of the stages, once prepared."""
+    """This rank's part of a pipeline; None without a pipeline, and before `prepare`."""
     scaler: torch.amp.GradScaler
-    """Enabled for fp16."""
+    """The gradient scaler, enabled only for fp16."""
 
     def prepare(
         self,
@@ -62,13 +62,13 @@ class Engine(StepEngine, Protocol):
             model: On the meta device.
             optimizer: With the model's parameters.
             batches: Micro batches of all ranks.
-            initialize: Gives the parameters memory on `device`, and values; called once they are sharded and
-                before they are wrapped.
+            initialize: Gives the parameters memory on `device`, and values. `prepare` calls it after the
+                model is sharded and before DDP wraps it.
         """
         ...
 
     def train_step(self, step: Step) -> None:
-        """Accumulate gradients over the step's micro batches, unscale, clip, and update if the step may."""
+        """Accumulate the micro batches' gradients, unscale and clip them, and update if `step.may_update`."""
         ...
 
     def model_and_optimizer(self) -> tuple[Module, Optimizer]:
@@ -76,9 +76,9 @@ class Engine(StepEngine, Protocol):
         ...
 
     def checkpoint_state(self, *, loading: bool = False) -> AbstractContextManager[tuple[Module, Optimizer]]:
-        """Model and optimizer in full precision under their plain names, to read or (`loading`) to fill.
+        """Model and optimizer in full precision with unwrapped names, to read or (`loading`) to fill.
 
-        Collective. Under DeepSpeed, which keeps its state in flat partitions, both are copies.
+        Collective. DeepSpeed keeps its state in flat partitions, so under DeepSpeed both are copies.
         """
         ...
 
@@ -93,14 +93,14 @@ def forward_is_collective(config: Config, world_size: int) -> bool:
 
 
 def warm_up_backward(engine: Engine) -> None:
-    """Run one backward pass whose gradients are zero, after which DDP knows its gradient buckets.
+    """Run one backward pass with gradients of zero, so that DDP forms its final gradient buckets.
 
-    DDP records in its first backward pass in which order gradients become ready, and rebuilds its buckets in
-    the next forward pass with gradients. With three or more ranks other buckets sum in another order, so the
-    first step of a resumed run would differ in its last bits from the same step of an uninterrupted run.
+    In its first backward pass DDP records the order in which gradients become ready, and it rebuilds its
+    buckets in the next forward pass with gradients. Other buckets sum in another order with three or more
+    ranks. So the first step of a resumed run would differ in its last bits from that of an uninterrupted run.
 
-    With sharded parameters the pass allocates the all-gather buffers: buffers that are first allocated in
-    inference mode, by the generation of samples, cannot be used in training.
+    With sharded parameters, this pass allocates the all-gather buffers. Generating samples runs in inference
+    mode, and training cannot use buffers that were first allocated there.
     """
     if engine.world_size == 1 or engine.place.sizes.pp > 1:  # stages are not wrapped, and generate nothing
         return
@@ -112,10 +112,10 @@ def warm_up_backward(engine: Engine) -> None:
 
 
 def own_part(batch: Batch, place: Place) -> Batch:
-    """The part of a micro batch that this rank computes: of every sequence the same positions.
+    """The part of a micro batch that this rank computes: the same positions of every sequence.
 
-    The documents stay whole, and the positions those of the `cp` rank, whose `tp` ranks rotate the queries
-    and keys of all of them. Loss tokens and digest are counted with the first part, in the last stage.
+    `document_ids` stay whole. `position_ids` are those of the `cp` rank, because its `tp` ranks rotate
+    queries and keys of all these positions. Loss tokens and digest count in the first part of the last stage.
     """
     if place.sequence_rank or not place.is_last_stage:
         batch = replace(batch, num_loss_tokens=0, digest=torch.zeros_like(batch.digest))
@@ -133,7 +133,7 @@ def own_part(batch: Batch, place: Place) -> Batch:
 
 
 def dummy_batch(device: torch.device, place: Place) -> Batch:
-    """A rank's part of a batch [1, 16 * parts] for a forward pass whose result is not used.
+    """This rank's part of a batch [1, 16 * parts], for a forward pass whose result is not used.
 
     FP8 products need a multiple of 16.
     """
@@ -153,16 +153,16 @@ def dummy_batch(device: torch.device, place: Place) -> Batch:
 
 
 def seed_dropout(config: Config, batch: Batch) -> None:
-    """Make dropout a function of (seed, step, a*W + r), with the micro batch number a and the rank r.
+    """Make dropout a function of the seed, the step and the micro batch's index among those of all ranks.
 
-    a*W + r does not depend on which process computes the batch, so dropout is the same after a resume at any
-    layout with the same micro batch size. Without dropout a step draws no random numbers.
+    The index does not depend on which process computes the batch. So dropout is the same after a resume at
+    any layout with the same micro batch size. Without dropout a step draws no random numbers.
     """
     if not (config.model.hidden_dropout or config.model.attention_dropout):
         return
     key = f"{config.run.seed}/{batch.step}/{batch.micro_batch}".encode()
     number = int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1
-    # torch.manual_seed does the same, but without a GPU it formats and keeps the call stack each time
+    # torch.manual_seed does the same, but without a GPU every call of it formats and keeps the call stack
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(number)

@@ -34,15 +34,15 @@ class Evaluator:
     """Evaluates a model on a fixed sequence of batches.
 
     Args:
-        ranks: The run's, or a single process.
-        place: Place of this rank; each data-parallel group evaluates every D-th batch.
+        ranks: The ranks of the run, or a single process.
+        place: Place of this rank; each of D data-parallel groups evaluates every D-th batch.
         forward: The model's forward pass in the configured precision.
         batches: The validation batches, the same on every rank.
         store: Has the number of UTF-8 bytes of each token.
         stop_requested: Checked between batches; the evaluation ends without a result if it is true.
         labels: Names of the sources; with more than one, each has its own metrics.
-        is_collective: Whether a forward pass is a collective: a rank without a batch then computes an empty
-            one, and all ranks stop at the same batch.
+        is_collective: Whether a forward pass is a collective. A rank without a batch then computes a dummy
+            batch, and all ranks stop at the same batch.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class Evaluator:
         return lines
 
     def _batch_sums(self, batch: Batch) -> torch.Tensor | None:
-        """Sums of a batch, float64 [4 + 4K]; [4] with one source. None where another stage has the losses.
+        """Sums of a batch, float64 [4], or [4 + 4K] for K > 1 sources; None if another stage has the losses.
 
-        Loss over loss tokens, their number, loss over text tokens, UTF-8 bytes of the text; with K sources
-        then the same four of each source.
+        The four sums are the loss of all loss tokens, the number of loss tokens, the loss of the text's
+        tokens, and the text's UTF-8 bytes. With K > 1 sources, the four sums of each source follow.
         """
         losses = self.forward(batch.to(self.ranks.device)).token_losses
         if losses is None:
@@ -168,7 +168,7 @@ def zlib_bits_per_byte(stores: Sequence[TokenStore]) -> float | None:
 
 
 def _metrics_of_sums(sums: list[float]) -> dict[str, float]:
-    """Loss, perplexity and bits per byte of four sums (`_batch_sums`); those without tokens are left out."""
+    """Loss, perplexity and bits per byte from sums of `_batch_sums`; without tokens a metric is left out."""
     loss_sum, tokens, text_loss_sum, text_bytes = sums
     if not tokens:
         return {}
@@ -186,7 +186,7 @@ class PredictedCurve:
         self.config, self._side = config, "inside"
 
     def metrics(self, step: int, loss: float | None, console: Console) -> dict[str, float]:
-        """`eval/predicted_…` after a step; prints a line where the loss leaves the interval.
+        """`eval/predicted_…` after a step; prints a warning when the loss leaves the predicted interval.
 
         Empty outside the prediction's steps, and without a loss.
         """
@@ -219,7 +219,7 @@ class Samples:
         config: Has the prompts and the number of tokens.
         folder: The run's.
         store: Has the tokenizer.
-        is_collective: Whether a forward pass is a collective: all ranks then make the same number of them.
+        is_collective: Whether a forward pass is a collective; all ranks then make the same number of passes.
 
     Raises:
         DataError: there are prompts, and the tokenizer cannot be opened.
@@ -256,10 +256,10 @@ class Samples:
         prompts = self._prompt_ids(model, tokenizer)
         new_ids: list[list[int]] = [[] for _ in prompts]
         end, was_training = tokenizer.eos_token_id, model.training
-        # if a forward pass is a collective, all ranks must make the same number of them, so that no rank
-        # stops at the end of its texts; they are cut below
+        # if a forward pass is a collective, all ranks must make the same number of passes: no rank may stop
+        # early at the end of its texts, which are cut below
         stop_ids = () if end is None or self.is_collective else (end,)
-        # where a sharded strategy gathers parameters in low precision, they multiply in it
+        # a sharded strategy that gathers parameters in low precision also multiplies in low precision
         precision = self.config.training.precision if self.is_collective else "fp32"
         low = autocast(next(model.parameters()).device.type, precision)
         model.eval()
@@ -294,7 +294,7 @@ class Samples:
 
 
 def _continuation(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """The text that the new tokens add to the prompt's; decoded alone, they may lack a leading space."""
+    """The text that the new tokens add to the prompt. Decoded alone, they may lack a leading space."""
     before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *new])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
 

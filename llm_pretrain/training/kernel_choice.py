@@ -1,4 +1,4 @@
-"""Replaces kernels that fail their check on a device that is new to the run, on all ranks alike."""
+"""Checks kernels on devices that are new to the run, and replaces failing ones on all ranks alike."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _REPLACEMENTS = {SETTINGS[part]: order[1:] for part, order in _ORDER.items()}
 """Setting -> the values that may take the place of `auto`."""
 
 CHECKED_DEVICES = {"cuda"}
-"""Types of devices whose kernels are checked; those of a CPU are covered by this project's tests."""
+"""Types of devices whose kernels are checked; this project's tests cover the kernels of a CPU."""
 
 
 @dataclass
@@ -63,10 +63,10 @@ class KernelChoice:
 
 
 def choose_kernels(config: Config, engine: Engine, folder: RunFolder) -> tuple[Config, KernelChoice | None]:
-    """The configuration with the kernels that failed replaced; collective.
+    """The configuration, with kernels that failed their check replaced; collective.
 
-    Nothing is checked on a CPU. The choice of an earlier attempt of the run is used if it was checked on the
-    same devices with the same versions and settings. A kernel that fails on any rank is replaced on all.
+    Nothing is checked on a CPU. The run reuses the choice of an earlier attempt that had the same devices,
+    versions and settings. A kernel that fails on any rank is replaced on all.
 
     Args:
         config: The run's, with `model.vocab_size`.
@@ -124,9 +124,9 @@ def _replacements(
     """The setting of each failed check, the kernel to take instead, and a line for the console.
 
     Args:
-        config: With the kernels that failed.
+        config: The configuration with the kernels that failed.
         failed: From `_failures`.
-        choice: With the replacements so far.
+        choice: The choice with the replacements so far.
         device: Device of this rank.
 
     Raises:
@@ -205,7 +205,7 @@ def _device_error(device: torch.device) -> str | None:
 
 
 def _failures(by_rank: list[list[KernelCheck]], devices: list[str]) -> list[tuple[KernelCheck, str]]:
-    """The first failed check of each part that failed, and ` on DEVICE`, with the rank if others passed."""
+    """For each part that failed: its first failed check, and ` on DEVICE` with the rank if others passed."""
     failed: dict[Part, tuple[KernelCheck, str]] = {}
     for rank, checks in enumerate(by_rank):
         for check in checks:

@@ -79,7 +79,7 @@ def refuse_kernels(config: Config, device: torch.device) -> None:
 def check_compiler(config: Config) -> None:
     """Stop before a model is built if `training.compile` is `on` and there is no compiler.
 
-    Without one, `auto` does not compile (`choose_kernels`).
+    With `auto` and no compiler, the run trains uncompiled (`choose_kernels`).
 
     Raises:
         ConfigError: naming what is missing.
@@ -120,7 +120,7 @@ def compile_layers(model: Decoder, config: Config, world_size: int = 1) -> None:
         return
     from torch import _dynamo
 
-    _dynamo.config.optimize_ddp = False  # it splits every layer's graph at the bounds of DDP's buckets
+    _dynamo.config.optimize_ddp = False  # it would split layers' graphs at DDP's buckets
     _dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
@@ -128,16 +128,16 @@ def compile_layers(model: Decoder, config: Config, world_size: int = 1) -> None:
 
 
 RECOMPILE_LIMIT = 32
-"""Graphs of a layer before it runs uncompiled. Dense layers, experts, training, evaluation, checkpointing and
-batches with and without document offsets each have their own; torch's limit of 8 is too low for all."""
+"""Graphs of a layer before it runs uncompiled. Dense layers, experts, training, evaluation, checkpointing,
+and batches with and without document offsets need a graph each; torch's limit of 8 is too low."""
 
 
 @contextmanager
 def eagerly(model: nn.Module) -> Iterator[None]:
     """Run compiled layers eagerly inside the context.
 
-    FlexAttention stays compiled, because an eager one holds the scores of all pairs of positions. So
-    `torch.compiler.set_stance("force_eager")` is not used, which would run it eagerly too.
+    FlexAttention stays compiled, because it would keep the scores of all pairs of positions when run eagerly.
+    `torch.compiler.set_stance("force_eager")` is not used, as it would run FlexAttention eagerly.
     """
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     calls = [module._compiled_call_impl for module in compiled]
@@ -257,7 +257,7 @@ def load_initial_weights(model: Decoder, config: Config) -> list[str]:
         return []
     folder = Path(config.model.init_from)
     source_config = _read_shape(folder)
-    _check_tokenizer(folder, config)  # first: with another store, the vocabulary's size fits too
+    _check_tokenizer(folder, config)  # first: a store of the right tokenizer also has its vocab_size
     _check_shape(folder, source_config, config.model)
     notes, own = [f"started from the weights in {folder}"], model.state_dict()
     with torch.device("meta"):  # `own` lacks what other stages of a pipeline have
@@ -305,7 +305,7 @@ def _as_init_from_errors() -> Iterator[None]:
 
 
 def _read_shape(folder: Path) -> ModelConfig:
-    """The model configuration of the folder; ConfigError without a known one."""
+    """The model configuration of the folder; ConfigError if there is none that the decoder knows."""
     if not folder.is_dir():
         raise ConfigError(
             f"model.init_from: expected a folder with config.json and model.safetensors, found none at "
@@ -422,19 +422,19 @@ def upcycle(
 ) -> None:
     """Turn dense tensors in place into those of a mixture of experts that computes the same logits.
 
-    With I an expert's width and G = dense width ÷ I: expert e is slice e mod G of the dense unit, and the
-    routers' initial rows are repeated G times, so that the top K = t·G experts are the t best rows with all
-    their slices ("virtual groups", arXiv:2410.07524). The weights of the chosen experts sum to
-    `routed_scaling_factor`, and each slice gets 1/G of its set's weight, so `down_proj` is multiplied by G ÷
-    routed_scaling_factor. With G = 1 every expert is a copy and the router stays as initialised. The
-    `down_proj` of shared experts is zero, so that they contribute nothing at first.
+    I is an expert's width, and G = dense width ÷ I. Expert e is slice e mod G of the dense units. The G
+    experts of a set, one per slice, have equal router rows, so the top K = t·G experts are the t best sets
+    ("virtual groups", arXiv:2410.07524). The weights of the chosen experts sum to `routed_scaling_factor`,
+    and each slice gets 1/G of its set's weight; so `down_proj` is multiplied by G ÷ routed_scaling_factor.
+    With G = 1 every expert is a copy, and the router stays as initialised. Shared experts have a `down_proj`
+    of zero: they add nothing at first.
 
     Args:
         source: The tensors of some layers of a dense decoder, in fp32.
         target_config: The mixture's configuration, which has passed `upcycling_problems`.
         source_config: The dense model's configuration.
         names: Names of the mixture's tensors.
-        initial: Returns the initial value of one of them.
+        initial: Returns the initial value of the tensor with this name.
     """
     slices = source_config.intermediate_size // target_config.expert_intermediate_size
     scale = slices / target_config.routed_scaling_factor
@@ -474,19 +474,19 @@ _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
 def initialize_weights(
     model: Decoder, seed: int, base_hidden_size: int | None = None, *, device: torch.device | None = None
 ) -> None:
-    """Set every parameter and buffer to its initial value; of a sharded model, this rank's parts.
+    """Set every parameter and buffer (in a sharded model, this rank's shard of it) to its initial value.
 
-    Norms are one and router biases zero. Matrices are normal(0, initializer_range). Those that write into the
-    residual stream (o_proj, down_proj) are divided by sqrt(2 · num_hidden_layers), so that its variance does
-    not grow with depth (GPT-2, section 2.3), or are zero with `zero_init_residual`. Values are drawn on the
-    CPU, and each is a function of seed, name and position alone (`draw_normal`).
+    Norms are one and router biases zero. Matrices are normal(0, initializer_range). Matrices that write into
+    the residual stream (o_proj, down_proj) are divided by sqrt(2 · num_hidden_layers), so that the stream's
+    variance does not grow with depth (GPT-2, section 2.3); with `zero_init_residual` they are zero. Values
+    are drawn on the CPU. Each is a function of seed, name and position alone (`draw_normal`).
 
     Args:
         model: On any device, in any floating type.
         seed: Decides all values.
-        base_hidden_size: Width at which the learning rates were tuned; initial values, that of the final norm
-            included, then scale by µP (`llm_pretrain.optim.param_groups`). None for no scaling.
-        device: Where the parameters of a model on the meta device get memory.
+        base_hidden_size: Width at which the learning rates were tuned. All initial values, also the final
+            norm's, then scale by µP (`llm_pretrain.optim.param_groups`). None for no scaling.
+        device: Device on which a model on the meta device gets memory.
     """
     if device is not None:
         materialize(model, device)
@@ -499,8 +499,7 @@ def initialize_weights(
 
 @torch.no_grad()
 def initialize_zeros(model: Decoder, device: torch.device) -> None:
-    """Give a model on the meta device memory for the values of a checkpoint; of a sharded model, for this
-    rank's parts."""
+    """Give a model on the meta device (or this rank's shards of it) memory for a checkpoint's values."""
     materialize(model, device)
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         tensor.zero_()

@@ -1,4 +1,4 @@
-"""State of a run besides model and optimizer: its counters, its folder and its status file."""
+"""State of a run besides model and optimizer: counters, the last and best evaluation, and recent losses."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ class Progress:
         skipped_in_a_row: Skipped steps since the last one that moved the parameters.
         digest: Sums of the sample digests' eight words since the last row.
         wandb_id: Id of the run at Weights & Biases, which a resumed run continues.
-        evaluation_owed: Whether a stop signal ended this step's evaluation; the resumed run repeats it.
+        evaluation_owed: Whether a stop signal ended this step's evaluation, so that the resumed run repeats
+        it.
         evaluation: Metrics `eval/…` of the last evaluation, for the model card.
-        evaluation_step: Its step; None before the first.
+        evaluation_step: Step of that evaluation; None before the first one.
         best: The evaluation of the weights in `weights/best`; None without any.
         spikes: The detector, with the history that later steps are compared with.
     """

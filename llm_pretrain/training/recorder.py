@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from llm_pretrain.distributed.pipeline import Pipeline
 
 MAX_PENDING = 32
-"""Most steps that are recorded together; a divergence is detected at most so many steps late."""
+"""Most steps that are recorded together; a divergence is detected at most this many steps late."""
 
 
 class Recorder:
@@ -46,9 +46,9 @@ class Recorder:
 
     Args:
         config, engine, folder, progress: The run's.
-        decision: The decision on its steps.
-        must_settle: Tells by a step's number whether an evaluation or a checkpoint follows it, for which all
-            steps must be recorded.
+        decision: The run's decision on a step.
+        must_settle: Returns whether all steps must be recorded by the end of the step with this number, for
+            an evaluation, a checkpoint or a check.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Recorder:
             self.settle()
 
     def settle(self) -> None:
-        """Record all pending steps, and write all their rows but the last, which may get evaluation metrics.
+        """Record all pending steps, and write all rows except the last: it may get evaluation metrics.
 
         Raises:
             DivergedError: as `Decision.check_divergence`, for any step but the last.
@@ -139,10 +139,10 @@ class Recorder:
             self._record(step)
 
     def _record(self, step: Step) -> None:
-        """Add a step whose metrics are on the host to progress and row.
+        """Add a step to the progress and to the row; its metrics are on the host.
 
-        Skipped steps and spikes have a row even when none is due. A fault of the device that went away causes
-        no row, so that the rows are those of a sound run; `status.json` names it.
+        Skipped steps and spikes have a row even when none is due. A transient fault of the device causes no
+        row, so the rows are those of a sound run; `status.json` names the fault.
         """
         self.progress.update(step)
         self._step = step.number
@@ -295,7 +295,7 @@ def parameters_sha256(model: Module, *, is_rank0: bool, pipeline: Pipeline | Non
         model: The model in training, unwrapped. All ranks call this together, since sharded parameters are
             gathered.
         is_rank0: Whether this is rank 0, which computes the digest.
-        pipeline: That the model is a stage of.
+        pipeline: The pipeline of which the model is a stage; None without one.
 
     Returns:
         64 hexadecimal digits on rank 0; None on other ranks, and on all of them under DeepSpeed's ZeRO-3,
@@ -334,7 +334,7 @@ def record_attempt(
         engine: The run's.
         step: Optimizer steps done before the attempt.
         zlib_bits_per_byte: Compression of the validation text by zlib; None if unknown.
-        kernels: The outcome of their check; None if nothing was checked.
+        kernels: Outcome of the kernels' check; None if nothing was checked.
 
     Raises:
         OutputError: a file cannot be written.
@@ -344,7 +344,7 @@ def record_attempt(
     row = {
         "step": step,
         "time": time.time(),
-        "metrics_bytes": folder.metrics.stat().st_size,  # its rows follow; clocks may be set back
+        "metrics_bytes": folder.metrics.stat().st_size,  # where this attempt's rows begin; clocks may jump
         "samples_bytes": _samples_bytes(folder),
         "launcher": engine.launcher,
         "world_size": engine.world_size,
@@ -364,9 +364,9 @@ def record_attempt(
 
 
 def _samples_bytes(folder: RunFolder) -> int:
-    """Size of samples.jsonl, whose torn end is cut first; 0 without one."""
+    """Bytes of samples.jsonl, after an incomplete last line is cut off; 0 without the file."""
     if not folder.samples.is_file():
         return 0
-    with suppress(OutputError), MetricsWriter(folder.samples):  # a warning, when samples are written
+    with suppress(OutputError), MetricsWriter(folder.samples):  # `Samples.write` will warn of it
         pass
     return folder.samples.stat().st_size

@@ -49,7 +49,7 @@ WeightsWriter = Callable[[HeldWeights, Ranks], Path]
 
 
 class CheckpointManager:
-    """Finds, restores and writes a run's checkpoints and weights; what reads or writes files is collective.
+    """Finds, restores and writes checkpoints and weights; methods that read or write files are collective.
 
     Args:
         config, engine, folder, stores: The run's.
@@ -81,7 +81,7 @@ class CheckpointManager:
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:
-        """The engine's if it is enabled; another has nothing to save."""
+        """The engine's scaler if it is enabled; a disabled scaler has nothing to save."""
         return self.engine.scaler if self.engine.scaler.is_enabled() else None
 
     def attach(self, recorder: Recorder) -> None:
@@ -91,10 +91,10 @@ class CheckpointManager:
     def find(self) -> ResumePoint | None:
         """The checkpoint to continue from by `checkpoint.resume`; None to start from scratch.
 
-        If `checkpoint.resume` is a path, a new run starts there. Once the run has checkpoints of its own, it
-        continues from those, so that the same command can be repeated after a preemption. A path of one of
-        its own must be the newest: the next start would continue from a later one, without what this start
-        trained.
+        If `checkpoint.resume` is a path, a new run starts from it. Once the run has checkpoints of its own,
+        it continues from these, so that the same command can be repeated after a preemption. A path to one of
+        the run's own checkpoints must name the newest: otherwise the next start would continue from a later
+        one, and lose what this start trained.
 
         Raises:
             ConfigError: the run has checkpoints where `never` allows none, or later ones than the path.
@@ -187,8 +187,8 @@ class CheckpointManager:
             last: Whether the run ends here: the save is then synchronous, and a failure an error.
 
         Raises:
-            CheckpointError: on every rank; earlier checkpoints are as they were.
-            DivergedError: likewise, when a value is not finite.
+            CheckpointError: on every rank; earlier checkpoints stay unchanged.
+            DivergedError: on every rank, if a value is not finite or differs between ranks.
         """
         self.wait(last=last)
         heartbeat(f"saving step {progress.step}", files=True)
@@ -208,10 +208,9 @@ class CheckpointManager:
         self._record(saved, last=last)
 
     def write_missing_weights(self, resume: ResumePoint, progress: Progress) -> None:
-        """Write the weights of the run's own checkpoint, once it is restored, if the run was killed before
-        they were; collective.
+        """Write the weights of the run's own restored checkpoint, if a killed attempt did not write them.
 
-        Those of the last step are left to the run's end, which saves them. A failure is a warning.
+        Collective. The end of the run saves the weights of the last step. A failure is a warning.
         """
         if progress.step == self.config.training.max_steps:
             return
@@ -300,8 +299,8 @@ class CheckpointManager:
         Args:
             saved: The outcome.
             last: Whether it is the run's last save.
-            retried: Whether the run's last save follows at once and writes this state again; a failure is
-                then an error only there.
+            retried: Whether the run's last save follows at once and writes this state again. Then only a
+                failure of that save is an error.
 
         Raises:
             CheckpointError: on every rank, if the last save failed, or `MAX_FAILED_SAVES` in a row.
@@ -356,7 +355,7 @@ class CheckpointManager:
 
         def write(ranks: Ranks) -> Saved:
             path = None
-            if self._recorder is not None:  # a row lost in a power cut would never be written again
+            if self._recorder is not None:  # no later attempt would write a row that a power cut lost
                 run_on_rank0(ranks, self._recorder.sync)
             try:
                 path = self.store.write(staged, ranks)
@@ -369,10 +368,10 @@ class CheckpointManager:
         return write
 
     def _weights_writer(self, progress: Progress, best_loss: float | None = None) -> WeightsWriter:
-        """A function that writes the weights of this step, or with `best_loss` those of `weights/best`.
+        """Returns a function that writes the weights of this step, or `weights/best` if `best_loss` is given.
 
-        It is collective, takes what this rank holds of the weights, and the group of ranks, and
-        uses a copy of `progress`, since it may run later. It raises CheckpointError if the weights cannot be
+        The function is collective and takes this rank's part of the weights, and the group of ranks. It uses
+        a copy of `progress`, since it may run later. It raises CheckpointError if the weights cannot be
         written, and DivergedError if a value is not finite.
         """
         config, folder, store, progress = self.config, self.folder, self.stores[0], replace(progress)
@@ -447,7 +446,7 @@ T = TypeVar("T")
 
 
 def run_in_thread(action: Callable[[], T]) -> Future[T]:
-    """Call `action` in a daemon thread: a process that fails does not wait for it, as for an executor's."""
+    """Call `action` in a daemon thread; unlike with an executor, a failing process does not wait for it."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -511,8 +510,8 @@ def rollback(
     """Restore model, optimizer, scaler and spike history from the newest periodic checkpoint; collective.
 
     Step count, schedule and data continue, as after every skipped step. Only periodic checkpoints are used:
-    one written after a stop signal does not exist in an uninterrupted run. Without a valid one, `step` is
-    skipped instead.
+    one written after a stop signal does not exist in an uninterrupted run. Without a valid checkpoint, `step`
+    is skipped instead.
     """
     number = progress.step + 1
     heartbeat(f"rolling back at step {number}", files=True)

@@ -18,7 +18,7 @@ DEVIATIONS = 8.0
 LOSS_MARGIN = 0.25
 """Minimum excess of a spike's loss over the median, relative to the median."""
 GRAD_NORM_MARGIN = 4.0
-"""Minimum excess of its gradient norm, likewise; the norm has a long tail in healthy runs too."""
+"""Minimum excess of a spike's gradient norm, relative to the median; healthy norms have a long tail too."""
 NEW_LEVEL = 32
 """Logged spikes in a row after which the history restarts at the new level."""
 
@@ -47,10 +47,9 @@ class Spike:
 
 @dataclass
 class SpikeDetector:
-    """Compares a step with the last accepted ones; spikes are not added to these.
+    """Compares a step with the last accepted steps; a spike does not count as accepted.
 
-    A pure function of global numbers that are checkpointed: every rank and every resumed run decides the
-    same.
+    The result depends only on checkpointed global numbers, so all ranks and resumed runs decide alike.
 
     Args:
         steps: Loss, gradient norm and loss tokens of the last `WINDOW` accepted steps, oldest first.
@@ -65,7 +64,7 @@ class SpikeDetector:
         if len(self.steps) < MIN_STEPS:
             return None
         losses, grad_norms, tokens = zip(*self.steps, strict=True)
-        # the standard error of a mean grows as it is taken over fewer tokens
+        # the mean over fewer tokens has a larger standard error
         widening = max(1.0, math.sqrt(median(tokens) / num_loss_tokens))
         bounds = {
             "loss": (loss, upper_bound(losses, LOSS_MARGIN, widening)),
@@ -100,7 +99,7 @@ class SpikeDetector:
 def upper_bound(values: Sequence[float], margin: float, widening: float = 1.0) -> float:
     """median + max(8 σ, margin · median) · widening, with σ = 1.4826 · median absolute deviation.
 
-    Median and median absolute deviation hardly move with a few outliers (Hampel's identifier; Iglewicz and
+    A few outliers hardly move the median and the median absolute deviation (Hampel's identifier; Iglewicz and
     Hoaglin, How to Detect and Handle Outliers, 1993), so one undetected spike does not hide the next. The
     margin avoids detections in stretches with little variation. There is no lower bound.
     """

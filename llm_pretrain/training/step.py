@@ -19,13 +19,13 @@ from llm_pretrain.training.spikes import Spike
 class Objective:
     """The objective of one micro batch, or of this rank's part of one.
 
-    With A micro batches per rank and step, and N loss tokens in the global batch it is
+    With W ranks, A micro batches per rank and step, and N loss tokens in the global batch, it is
 
         (W*A/N) * [ sum m*(CE + c_z*lse^2) + c_aux * sum_i n_i * mean_l bal(i,l)
                     + c_rz * mean_l sum m*lse(router)^2 ]
 
-    so that DDP's mean over W ranks and the engine's division by A make the sum over the step's micro batches
-    exactly the objective over N tokens. Where the ranks' gradients are added, as by FSDP here, W is 1.
+    The factor W*A cancels DDP's mean over W ranks and the engine's division by A. So the micro batches of a
+    step add up to exactly the objective over N tokens. FSDP here adds the ranks' gradients, and W is then 1.
 
     Args:
         config: Has the coefficients.
@@ -151,22 +151,22 @@ class StepEngine(Ranks, Protocol):
 
 @dataclass(eq=False)
 class Step:
-    """One optimizer step, the same on every rank once it may or may not update.
+    """One optimizer step, the same on every rank once `may_update` has decided.
 
     Args:
-        micro_batches: This rank's; none once the engine is done, since a step may wait to be recorded.
+        micro_batches: This rank's; emptied after the computation, since a step may wait to be recorded.
         num_loss_tokens: N, loss tokens of the global batch.
         digest: Sums of each of the eight 32-bit words of the global batch's sample digests.
         sums: Over micro batches, then over ranks.
-        engine: Computes it.
-        decide: Whether to apply the step, once its sums and gradient norm are global; the same on every rank.
+        engine: The engine that computes the step.
+        decide: Whether to apply the step, the same on every rank; called with global sums and gradient norm.
         before_clipping: Called before gradients are clipped.
         grad_norm: Global gradient norm before clipping; None if it is not finite.
         loss: Cross-entropy per loss token, the row's `train/loss`; None if the step's numbers are not finite.
         skipped: Why the parameters were not updated: `no_loss_tokens`, `overflow` (fp16),
-            `nonfinite_gradient`, `nonfinite_loss`, `spike` or `rollback`; None if they were.
+            `nonfinite_gradient`, `nonfinite_loss`, `spike` or `rollback`; None if the step was applied.
         spike: The detected spike; None without one.
-        check: Result of computing it twice: `passed`, or `transient` if something differed only once.
+        check: Result of computing the step twice: `passed`, or `transient` if something differed only once.
         found_inf: float32, 0-dim, on the device: 1 if the step must be skipped, else 0. Set only while the
             decision stays on the device: then `grad_norm` is a tensor, and `loss`, `skipped` and `spike` are
             undecided.
@@ -201,7 +201,7 @@ class Step:
         decide: Callable[[Step], bool],
         before_clipping: Callable[[Step], None] | None = None,
     ) -> Step:
-        """Count the global batch: its loss tokens, its sample digests and, where the balance loss is over the
+        """Count the global batch: its loss tokens, its sample digests and, if the balance loss covers the
         global batch, the tokens of each expert. Without loss tokens the step is skipped."""
         counts = [[batch.num_loss_tokens, *batch.digest.tolist()] for batch in micro_batches]
         num_loss_tokens, *digest = engine.sum_integers([sum(column) for column in zip(*counts, strict=True)])
@@ -219,16 +219,16 @@ class Step:
         return self.engine.objective(output, self.num_loss_tokens)
 
     def clip(self, clip_grad_norm: Callable[..., Any], parameters: Sequence[Tensor], max_norm: float) -> Any:
-        """Clip the gradients; returns their global norm before, under FSDP a DTensor with partial sums."""
+        """Clip the gradients; returns their norm before clipping, under FSDP a DTensor with partial sums."""
         if self.before_clipping is not None:
             self.before_clipping(self)
         return clip_grad_norm(parameters, max_norm)
 
     def may_update(self, grad_norm: Tensor | float) -> bool:
-        """Decide whether the optimizer may step, the same on every rank; every micro batch is added before.
+        """Whether the optimizer may step, the same on every rank; call it after `add` of every micro batch.
 
-        Adds the sums over the ranks (collective), and fills in gradient norm, loss and why it is skipped.
-        True where the decision stays on the device, whose optimizer reads `found_inf`.
+        Collective: adds the sums over the ranks. Fills in the gradient norm; `decide` fills in loss and skip
+        reason. Returns True if the decision stays on the device; the optimizer then reads `found_inf`.
         """
         full_tensor = getattr(grad_norm, "full_tensor", None)
         norm: Any = full_tensor() if full_tensor else grad_norm
@@ -246,11 +246,10 @@ class Step:
 def attach_global_expert_counts(engine: StepEngine, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
     """The step's micro batches, with the global batch's expert counts if the balance loss needs them.
 
-    Only `router_aux_loss_scope: global_batch` needs them: a counting pass without gradients, with the
-    dropout, precision and mode of the training pass, so that every token is routed as it will be in training,
-    then one integer all-reduce. If one micro batch is the whole global batch, the forward pass's own counts
-    are used, without a counting pass. Every rank makes the same number of forward passes, as sharded
-    strategies require.
+    Only `router_aux_loss_scope: global_batch` needs them. A counting pass without gradients has the dropout,
+    precision and mode of the training pass, so that it routes every token as training will. One integer
+    all-reduce follows. If one micro batch is the whole global batch, its own forward pass counts, without a
+    counting pass. Every rank makes the same number of forward passes, as sharded strategies require.
     """
     model = engine.config.model
     is_needed = (

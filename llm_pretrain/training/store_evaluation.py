@@ -25,15 +25,15 @@ class Figures:
     Args:
         loss: Mean cross-entropy of the targets, in nats.
         perplexity: e to the loss.
-        bits_per_byte: Cross-entropy of the text's tokens, special ones left out, per UTF-8 byte of them; None
-            without text.
+        bits_per_byte: Cross-entropy of the text's tokens, without special tokens, in bits per UTF-8 byte;
+            None without text.
         tokens: Targets.
         bytes: UTF-8 bytes of the targets.
-        zlib_bits_per_byte: zlib's at level 9 on the text of the split or the files.
+        zlib_bits_per_byte: Bits per byte of zlib level 9 on the text of the split or the files.
         sequence_length: Positions of a sequence.
         sequences: Number of sequences.
-        available: Sequences there are, of which `evaluation.max_batches` may take the first.
-        sources: Loss and bits per byte of each of several stores; None where no sequence was drawn from it.
+        available: Sequences in the data; `evaluation.max_batches` may take only the first of them.
+        sources: Loss and bits per byte of each of several stores; None for a store without sequences.
     """
 
     loss: float
@@ -130,7 +130,7 @@ def evaluate_files(model: Decoder, tokenizer: Tokenizer, config: Config, inputs:
 
 
 def _zlib_of(stores: Sequence[TokenStore], split: str) -> float | None:
-    """zlib's bits per byte of a split's text, decoded from its tokens; None without text."""
+    """Bits per byte of zlib on a split's text, decoded from its tokens; None without text."""
     from llm_pretrain.data.preparation import ZlibRate
 
     packed = ZlibRate()

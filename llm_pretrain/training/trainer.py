@@ -117,7 +117,7 @@ class Trainer:
             base = config.optimizer.base_hidden_size
             initialize_weights(decoder, config.run.seed, base, device=engine.device)
             notes.extend(run_on_all_ranks(engine, lambda: load_initial_weights(decoder, config)))
-            check_parameters(engine, decoder, "after initialisation")  # DDP overwrites them by rank 0's
+            check_parameters(engine, decoder, "after initialisation")  # DDP then copies rank 0's values
 
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         loader = run_on_all_ranks(
@@ -159,7 +159,7 @@ class Trainer:
         config, progress = self.config, self.progress
         saved_step = progress.step if self.checkpoints.is_saved(progress.step) else None
         if progress.evaluation_owed:
-            saved_step = None  # the checkpoint marks it pending: save again once it is done
+            saved_step = None  # the checkpoint says that the evaluation is pending: save again after it
         if progress.step == 0 or progress.evaluation_owed:
             self._evaluate_and_write(due=config.evaluation.eval_steps > 0)
         stopping = self._stop_requested()
@@ -211,14 +211,14 @@ class Trainer:
         return eval_steps > 0 and (step % eval_steps == 0 or step == self.config.training.max_steps)
 
     def _must_settle(self, step: int) -> bool:
-        """Whether an evaluation or a checkpoint follows this step, or it is checked."""
+        """Whether an evaluation or a checkpoint follows this step, or `check` computes the step twice."""
         is_checked = self.check is not None and self.check.is_due(step)
         return self._evaluation_is_due() or self.checkpoints.is_due(step) or is_checked
 
     def _evaluate_and_write(self, *, due: bool) -> None:
         """Evaluate if due, and write the step's row; then keep the best weights and generate samples.
 
-        An evaluation that a stop signal ended stays pending: the resumed run writes it in a row of its own.
+        An evaluation that a stop signal ended stays pending: the resumed run repeats it, in a row of its own.
         With an average of the parameters (EMA), the average is evaluated and saved as the best weights.
         """
         if not due:
@@ -306,8 +306,8 @@ class Trainer:
     def _print_start(self, resume: ResumePoint | None, notes: list[str]) -> None:
         """Print model, launch, warnings and resume point, and put the attempt on record.
 
-        The record comes last: an attempt that is killed before leaves the settings of the one before it
-        there, with which the next start compares its own.
+        The record comes last: if this attempt is killed earlier, the record keeps the settings of the attempt
+        before, with which the next start compares its settings.
         """
         config, engine, console = self.config, self.engine, self.recorder.console
         training, size = config.training, count_parameters(config.model)
@@ -391,7 +391,7 @@ def pretrain(config: Config, engine: Engine) -> int:
         if status.unfinished:
             print_on_rank0(engine, f"{folder.path}: {UNFINISHED}")
         try:
-            run_on_all_ranks(engine, status.started)  # rank 0 writes; every rank says why it could not
+            run_on_all_ranks(engine, status.started)  # rank 0 writes; its failure is raised on all
             report_hangs_to(folder, status)
             run_on_all_ranks(engine, lambda: check_compiler(config))
             run_on_all_ranks(engine, lambda: check_float8(config))
@@ -418,7 +418,7 @@ def pretrain(config: Config, engine: Engine) -> int:
 
 
 COLLECT_STEPS = 100
-"""Steps between collections, which take under a millisecond since older objects are frozen."""
+"""Steps between garbage collections; one takes under a millisecond, since older objects are frozen."""
 
 
 @contextmanager
@@ -454,7 +454,7 @@ NOT_REPORTED = {"run.name", "run.output_dir", "checkpoint.resume"}
 def config_diff(path: Path, config: Config) -> list[str]:
     """`section.field: old -> new` for each setting that differs from an earlier attempt's file at `path`.
 
-    Empty without a readable file.
+    The list is empty if the file cannot be read.
     """
     try:
         before = read_yaml_file(path)
