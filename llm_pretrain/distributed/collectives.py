@@ -1,4 +1,4 @@
-"""Collectives of tensors, and of actions: a failure on one rank of a group is raised on every rank."""
+"""Collectives of tensors and of actions; if an action fails on one rank, every rank of the group raises."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def run_on_all_ranks(ranks: Ranks, action: Callable[[], T], doing: str | None = 
             names the action and the rank; without it, an OutputError.
 
     Raises:
-        PretrainError: that of the lowest failing rank, marked `shared`, so that it is printed once. A rank
-            where any other exception was raised raises that exception itself, with its traceback.
+        PretrainError: the error of the lowest failing rank, marked `shared`, so that it is printed once. A
+            rank where `action` raised any other exception raises that exception itself, with its traceback.
     """
     results: list[T] = []
     gather_results(ranks, lambda: results.append(action()), doing)
@@ -128,7 +128,7 @@ def run_on_all_ranks(ranks: Ranks, action: Callable[[], T], doing: str | None = 
 
 
 def run_on_rank0(ranks: Ranks, action: Callable[[], T], doing: str | None = None) -> T:
-    """Run `action` on rank 0 and return its result, which is pickled, on every rank; fails on every rank."""
+    """Run `action` on rank 0; every rank returns its (pickled) result, or raises its failure."""
     return gather_results(ranks, lambda: action() if ranks.rank == 0 else None, doing)[0]  # type: ignore[return-value]  # rank 0's result is a T
 
 
@@ -164,7 +164,7 @@ def gather_results(ranks: Ranks, action: Callable[[], T], doing: str | None = No
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text on one line, with its type; an OSError without the type, with the bytes free."""
+    """The error's type and text on one line; of an OSError the text, with the free bytes of a full disk."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError):
         return text + _free_space(error)
@@ -172,7 +172,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _free_space(error: OSError) -> str:
-    """Free bytes at the moment of a disk-full error; files are deleted afterwards."""
+    """Free bytes at a disk-full error, read before unfinished files are deleted; else empty."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not isinstance(error.filename, str):
         return ""
     try:
@@ -191,10 +191,10 @@ def check_same(
 
     Args:
         ranks: The ranks that compare.
-        facts: Name, as in the message, to value as text.
+        facts: Name, as the message shows it -> value as text.
         error: Type of the error, raised on every rank with the same lines. It is not marked `shared`, so that
             every rank prints it: the machines may have different terminals.
-        limit: Most differences that are named.
+        limit: Most differences that the message names.
 
     Raises:
         PretrainError: of type `error`, naming the differences with their values and ranks.
@@ -226,7 +226,7 @@ def _gather(value: T, world_size: int) -> list[T]:
 
 
 def _difference(name: str, values: Sequence[str]) -> str | None:
-    """One line about a fact with each value and its ranks; None if all ranks have the same."""
+    """One line about a fact with each value and its ranks; None if all ranks have the same value."""
     if len(set(values)) == 1:
         return None
     found = []
@@ -241,16 +241,16 @@ def _difference(name: str, values: Sequence[str]) -> str | None:
 
 
 def all_gather(own: Tensor, group: Any) -> Tensor:
-    """[n, ...] of each of P ranks to [P·n, ...], in rank order; without gradient."""
+    """Gather [n, ...] of each of P ranks to [P·n, ...], in rank order; without gradient."""
     gathered = own.new_empty(distributed.get_world_size(group) * len(own), *own.shape[1:])
-    # torch's first name is that of 2.13, where the second one warns
+    # torch 2.13 has the first name, and there the second name warns
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     gather(gathered, own.contiguous(), group=group)
     return gathered
 
 
 def reduce_scatter(parts: Tensor, group: Any) -> Tensor:
-    """[P·n, ...] of each of P ranks to the sum of all ranks' [n, ...] for this one; without gradient."""
+    """Sum [P·n, ...] over P ranks, and return this rank's [n, ...] of the sum; without gradient."""
     own = parts.new_empty(len(parts) // distributed.get_world_size(group), *parts.shape[1:])
     reduce = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
     reduce(own, parts.contiguous(), group=group)

@@ -1,9 +1,8 @@
 """Context parallelism: the ranks of a group compute different positions of the same sequences.
 
-Each gathers the keys and values of all positions, within the documents of which its queries attend as they
-would on one rank.
+Each rank gathers the keys and values of all positions. So its queries attend as on one rank.
 
-Shapes: B sequences, S positions, s = S / P those of one of P ranks, M key and value heads, D head_dim.
+Shapes: B sequences, S positions, s = S / P positions of each of P ranks, M key and value heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from llm_pretrain.model.moe import Router
 
 
 def divide_sequences(model: Decoder, meshes: Meshes, place: Place) -> None:
-    """Make a model compute its rank's part of the positions of every micro batch (see `own_part`).
+    """Make a model compute only this rank's positions of every micro batch (see `own_part`).
 
-    Attention gathers over `meshes.cp`; what routers count of a whole sequence is added over
-    `meshes.sequence`, whose `tp` ranks divide the positions further.
+    Attention gathers over `meshes.cp`. Routers add their counts of a whole sequence over `meshes.sequence`,
+    because `tp` ranks divide the positions further.
     """
     for module in model.modules():
         if isinstance(module, Attention) and meshes.cp is not None:
@@ -63,9 +62,9 @@ def _attend(
 
 
 class _Gather(torch.autograd.Function):
-    """[B, s, M, D] of each rank to [B, S, M, D], in order of the positions.
+    """Gathers [B, s, M, D] of each rank to [B, S, M, D], in order of the positions.
 
-    Its gradient is added over the ranks in at least fp32.
+    The backward pass adds the gradient over the ranks, in at least fp32.
     """
 
     @staticmethod

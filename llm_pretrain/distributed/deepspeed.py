@@ -62,7 +62,7 @@ def zero_options(config: Config, world_size: int) -> dict[str, Any]:
     options: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "train_batch_size": training.global_batch_size,
-        "gradient_clipping": training.max_grad_norm,  # left out, DeepSpeed clips to 1.0
+        "gradient_clipping": training.max_grad_norm,  # without this option DeepSpeed clips to 1.0
         "gradient_accumulation_steps": config.gradient_accumulation_steps(world_size),
     }
     if training.precision == "bf16":
@@ -97,9 +97,9 @@ def stop_if_diverged(zero: Any, skipped: str | None, step: int) -> None:
 def clip_as_torch(zero: Any, model: nn.Module, config: Config, device: torch.device) -> None:
     """Make ZeRO-1 clip by the norm that `clip_grad_norm_` computes under DDP, bit for bit.
 
-    ZeRO's own norm sums the norms of the ranks' shards, the only difference from DDP at two ranks. Computing
-    DDP's norm gathers every gradient once per step, so it is done only where bit identity is guaranteed: on a
-    CPU or with `training.deterministic`. ZeRO-2 and 3 sum micro batches in another order anyway.
+    ZeRO's own norm sums the norms of the ranks' shards; at two ranks this is the only difference from DDP.
+    DDP's norm needs every gradient gathered once per step, so it is computed only where bit identity is
+    guaranteed: on a CPU or with `training.deterministic`. ZeRO-2 and 3 sum in another order anyway.
     """
     if getattr(zero, "partition_gradients", True) or (
         device.type != "cpu" and not config.training.deterministic
@@ -127,14 +127,14 @@ def materialized_state(
 ) -> Iterator[tuple[nn.Module, Optimizer]]:
     """A plain model and AdamW on the CPU, on every rank, with the state of ZeRO's partitions; collective.
 
-    With `loading` the block fills them, and their state is written to the partitions when it ends without an
-    error. Each rank holds the whole state: 12 bytes per parameter.
+    With `loading` the block fills model and optimizer. When it ends without an error, their state is written
+    to the partitions. Each rank holds the whole state: 12 bytes per parameter.
 
     Args:
         zero: DeepSpeed's ZeRO optimizer.
         model: The unwrapped model, whose parameters ZeRO may have partitioned.
         config: Says how the optimizer is built.
-        loading: Whether the block fills them.
+        loading: Whether the block fills model and optimizer.
 
     Raises:
         CheckpointError: AdamW's steps differ between parameters, but ZeRO keeps one count for all.
@@ -197,7 +197,7 @@ def _write(zero: Any, pairs: list[tuple[nn.Parameter, nn.Parameter]], optimizer:
 
 
 def _create_moments(zero: Any, step: float) -> None:
-    """Create AdamW's state of the flat partitions, as its first step would, with this step count."""
+    """Create the state of the flat partitions with this step count, as AdamW's first step creates it."""
     partitioned: list[Tensor] = (
         zero.fp32_partitioned_groups_flat if _is_partitioned(zero) else zero.single_partition_of_fp32_groups
     )
@@ -211,7 +211,7 @@ def _create_moments(zero: Any, step: float) -> None:
 def _link_moments(zero: Any) -> None:
     """Link ZeRO-1's and ZeRO-2's flat moments to the parameters of every group.
 
-    DeepSpeed does it after the first group's step, when the other groups have no moments yet.
+    DeepSpeed itself links them after the first group's step, when the other groups have no moments yet.
     """
     if not _is_partitioned(zero):
         zero._hp_optimizer_states_linked = False
@@ -219,7 +219,7 @@ def _link_moments(zero: Any) -> None:
 
 
 def _is_partitioned(zero: Any) -> bool:
-    """Whether it is ZeRO-3, which partitions the parameters themselves."""
+    """Whether `zero` is of ZeRO-3, which partitions the parameters themselves."""
     return hasattr(zero, "fp32_partitioned_groups_flat")
 
 

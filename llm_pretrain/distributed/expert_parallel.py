@@ -1,7 +1,7 @@
 """Expert parallelism: the ranks of a group hold different experts, and tokens travel to their experts.
 
-For everything else these ranks are data-parallel. Every assignment is computed, however unevenly the tokens
-are spread: there is no capacity, and no token is dropped.
+Otherwise these ranks are data-parallel. However unevenly the router spreads the tokens, every assignment is
+computed: experts have no capacity limit, and no token is dropped.
 
 Shapes: T tokens of this rank, H hidden_size, E experts, K experts per token, P ranks of a group, n = E / P
 experts of a rank, R = T*K assignments of this rank's tokens, M rows that this rank computes.
@@ -30,11 +30,11 @@ from llm_pretrain.optim.sharded import to_local
 
 
 def shard_experts(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
-    """Shard the experts of a model on the meta device over `ep_size` neighbouring ranks, by an `expert_mesh`.
+    """Shard the experts of a model on the meta device over groups of `ep_size` neighbouring ranks.
 
-    Rank p of such a group holds the experts from p*n on. The ranks of a replica with equal p shard these by
-    FSDP: by whole experts where their number divides n, else by rows. Each layer's experts are an FSDP group
-    of their own; call it before the rest is sharded.
+    Rank p of a group holds the n experts from p*n on. FSDP shards these over the ranks of a replica with
+    equal p: by whole experts if the number of these ranks divides n, else by rows. Each layer's experts are
+    an FSDP group of their own. Call this before the rest is sharded. `mesh` is an `expert_mesh`.
     """
     ep, shards = mesh["ep"], mesh["ep_shard"].size()
     names = mesh.mesh_dim_names or ()
@@ -57,16 +57,16 @@ def shard_experts(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
 
 
 class ParallelExperts(Experts):
-    """`Experts` of which each rank of `group` holds n, neighbours in the stack."""
+    """`Experts` of which each rank of `group` holds n consecutive ones."""
 
     group: dist.ProcessGroup
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
-        """`Experts.forward` over the ranks of the group, all of which call it (collective)."""
+        """`Experts.forward` over the ranks of the group (collective: all of them call it)."""
         return _compute_where_held(self, x_TH, weights_TK, chosen_TK)
 
     def compute(self, x_MH: Tensor, weight_M1: Tensor, expert_M: Tensor) -> Tensor:
-        """[M, H]: each row through one of this rank's experts, numbered from 0, times its routing weight."""
+        """[M, H]: the output of one of this rank's experts (numbered from 0) for each row, weighted."""
         rows = len(x_MH)
         if not rows:  # torch's product on CUDA may refuse none (pytorch/pytorch#192497)
             x_MH, weight_M1 = F.pad(x_MH, (0, 0, 0, 1)), F.pad(weight_M1, (0, 0, 0, 1))
@@ -81,11 +81,11 @@ class ParallelExperts(Experts):
 
 @uncompiled  # the numbers of rows differ from batch to batch
 def _compute_where_held(experts: ParallelExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """[T, H]: a row for each assignment goes to its expert's rank, comes back, and is added to its token."""
+    """[T, H]: each assignment's row goes to its expert's rank, comes back, and is added to its token."""
     group, ranks = experts.group, dist.get_world_size(experts.group)
     sorted_expert, order = chosen.flatten().sort(stable=True)
     sent_E = sorted_expert.new_zeros(experts.num_experts)
-    sent_E.scatter_add_(0, sorted_expert, torch.ones_like(sorted_expert))  # bincount would wait twice more
+    sent_E.scatter_add_(0, sorted_expert, torch.ones_like(sorted_expert))  # bincount would wait twice
     received_Pn = torch.empty_like(sent_E)
     dist.all_to_all_single(received_Pn, sent_E, group=group)
     sent, received = _rows_by_rank(sent_E, received_Pn, ranks)
@@ -102,16 +102,16 @@ def _compute_where_held(experts: ParallelExperts, x: Tensor, weights: Tensor, ch
 
 
 def _rows_by_rank(sent_E: Tensor, received_Pn: Tensor, ranks: int) -> tuple[list[int], list[int]]:
-    """Rows for and from each rank of the group.
+    """Numbers of rows that this rank sends to, and receives from, each rank of the group.
 
-    The one wait for the device in a layer: the host must know the sizes of the exchange.
+    This is a layer's only wait for the device: the host must know the sizes of the exchange.
     """
     sent, received = torch.stack([sent_E, received_Pn]).view(2, ranks, -1).sum(2).tolist()
     return sent, received
 
 
 def _exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    """Rows from every rank of the group, in rank order, for rows to every rank."""
+    """Send `rows` to the ranks of the group, and return the rows from every rank, in rank order."""
     return _Exchange.apply(rows, sent, received, group)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 

@@ -27,8 +27,8 @@ distributed: Any = torch.distributed  # untyped, as in collectives.py
 def layer_precision(precision: str) -> MixedPrecisionPolicy:
     """Types in which a layer's matrices are gathered and their gradients reduced.
 
-    Gathered in the type that autocast would cast them to, and reduced in fp32, as DDP accumulates and
-    reduces. The layer's inputs keep their type: the residual stream is fp32.
+    Matrices are gathered in the type that autocast would cast them to. Gradients are reduced in fp32, as DDP
+    accumulates and reduces them. The layer's inputs keep their type: the residual stream is fp32.
     """
     if precision == "fp32":
         return MixedPrecisionPolicy()
@@ -37,19 +37,19 @@ def layer_precision(precision: str) -> MixedPrecisionPolicy:
 
 
 def set_timeout(mesh: DeviceMesh, config: Config) -> None:
-    """Give the groups of a mesh the time-out of the run's collectives, which torch does not hand on."""
+    """Give the groups of a mesh the time-out of the run's collectives: torch does not set it for them."""
     for dim in range(mesh.ndim):
         distributed.distributed_c10d._set_pg_timeout(collective_timeout(config), mesh.get_group(dim))
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Make FSDP add the ranks' gradients, of which torch's default is the mean.
+    """Make FSDP add the ranks' gradients; torch's default is their mean.
 
-    A rank's gradient is a part of the objective's, whatever its parameters are sharded over.
+    Each rank's gradient is a summand of the objective's gradient, whatever the parameters are sharded over.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # alone, factor 1 would be a product inside NCCL, which Gloo lacks
+            # without the second call, NCCL would multiply by the factor 1 itself, which Gloo cannot
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -66,10 +66,10 @@ def shard_full_precision(
 
     Args:
         model: A decoder.
-        mesh: The very object that the layers are sharded over, of replicas and shards: an equal one would
-            make a second group of norms, whose sum rounds differently. None for all ranks.
-        vocabulary_mesh: Mesh of embedding and head where they are divided over `tp` already: a group of their
-            own. None for `mesh`.
+        mesh: The mesh of replicas and shards that the layers are sharded over. It must be the same object: an
+            equal mesh would make a second group of norms, whose sum rounds differently. None for all ranks.
+        vocabulary_mesh: Mesh of embedding and head if `tp` divides them already; they are then a group of
+            their own. None for `mesh`.
 
     Returns:
         The sharded parameters, which the layers' groups must ignore.
@@ -97,7 +97,7 @@ def shard_full_precision(
 def clip_over_meshes(parameters: list[Tensor], max_norm: float) -> Tensor:
     """torch's `clip_grad_norm_` for parameters that are sharded over different meshes, as experts may be.
 
-    The norms of the meshes are combined in the order of the parameters, as Accelerate's
+    The norms of all meshes are combined in the order of the parameters, as Accelerate's
     `_clip_grad_norm_dtensor_aware` does.
 
     Returns:
@@ -116,7 +116,7 @@ foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUs
 
 
 def gradient_norms(parameters: list[Any]) -> Tensor:
-    """The norm of each parameter's gradient, [parameters]; of sharded ones over all shards (collective)."""
+    """The norm of each parameter's gradient over all its shards, [parameters] (collective)."""
     found: list[Any] = [None] * len(parameters)
     for mesh, numbers in _by_mesh(parameters).items():
         norms: Any = foreach_norm([parameters[number].grad for number in numbers])
@@ -136,7 +136,7 @@ def clip_to_norm(parameters: list[Any], max_norm: float, total: Tensor) -> None:
 
 
 def _by_mesh(parameters: list[Any]) -> dict[Any, list[int]]:
-    """Numbers of the parameters of each mesh; None for those that are not sharded."""
+    """Mesh -> numbers of its parameters in the list; the key None has those that are not sharded."""
     numbers: dict[Any, list[int]] = {}
     for number, parameter in enumerate(parameters):
         numbers.setdefault(getattr(parameter, "device_mesh", None), []).append(number)
@@ -148,8 +148,8 @@ def replicated_digests(
 ) -> dict[str, int]:
     """A digest of each parameter and buffer that more than one rank holds (collective).
 
-    Of a tensor that is sharded in each of several replicas, the sum of the digests of a replica's parts. One
-    that is held once is left out. A mesh smaller than the world is that of a pipeline's stage.
+    If several replicas each shard a tensor, its digest is the sum of the digests of one replica's shards. A
+    tensor that is held once is left out, except in a pipeline's stage, whose mesh is smaller than the world.
 
     Args:
         model: Unwrapped.
@@ -177,9 +177,9 @@ def replicated_digests(
 
 @contextmanager
 def rebound_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """A block that replaces the parameters of `model`; afterwards the optimizer's groups hold the new ones.
+    """Let the block replace the parameters of `model`, then put the new ones into the optimizer's groups.
 
-    Sharding, and leaving the meta device, makes new parameters of the same names.
+    Sharding a model, or moving it off the meta device, makes new parameters with the same names.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -196,8 +196,8 @@ def clear_mesh_caches() -> None:
     """Drop the references from device meshes to destroyed process groups.
 
     DTensor caches every mesh. A cached mesh keeps Gloo's threads alive, which sometimes abort a finished run
-    at interpreter exit ("terminate called without an active exception"), and DTensor would take it for the
-    equal mesh of the next run in this process.
+    at interpreter exit ("terminate called without an active exception"), and DTensor would use it in place of
+    the next run's equal mesh in this process.
     """
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -1,7 +1,7 @@
 """Random initial values that are a function of seed, tensor name and position alone.
 
-So whoever holds a part of a tensor draws that part, without the rest and without communication, and every
-launcher, number of processes and mesh begins with the same bits.
+So a rank that holds a part of a tensor draws only this part, without communication. Every launcher, number of
+processes and mesh begins with the same bits.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from llm_pretrain.optim.sharded import as_sharded, to_local
 
 BLOCK = 1 << 18
-"""Elements that are drawn together. Every block has a seed of its own, so that neighbouring elements
-cost at most two blocks more than their number."""
+"""Elements that are drawn together. Every block has a seed of its own, so n neighbouring elements take at
+most n + 2 · BLOCK draws."""
 
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Give the parameters and buffers of a model on the meta device memory on `device`, uninitialised.
 
-    Of a sharded model only this rank's parts. Tied parameters stay tied.
+    A sharded model gets memory only for this rank's shards. Tied parameters stay tied.
     """
     first: dict[Tensor, str] = {}
     tied: dict[str, str] = {}
@@ -58,7 +58,7 @@ def draw_normal(target: Tensor, std: float, *, seed: int, name: str) -> None:
 
 @torch.no_grad()
 def copy_into(target: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into one that may be sharded, whose last rows stay if it has more."""
+    """Copy a whole tensor into `target`, which may be sharded; rows that only `target` has stay unchanged."""
     part, offsets = local_part(target)
     rows = max(0, min(len(part), len(whole) - offsets[0]))
     box = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
@@ -66,7 +66,7 @@ def copy_into(target: Tensor, whole: Tensor) -> None:
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a tensor, and where it begins in each dimension."""
+    """This rank's part of a tensor, and the index in each dimension at which the part begins."""
     part, sharded = to_local(tensor).detach(), as_sharded(tensor)
     if sharded is None:
         return part, (0,) * tensor.dim()
@@ -80,8 +80,8 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def runs(part: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
-    """The elements of a part that lie together in a tensor of this shape, as vectors, and where each begins
-    there. Views of a part that is contiguous, else copies."""
+    """Vectors of those elements of a part that are contiguous in the whole tensor, which has this shape, and
+    each vector's first index there. They are views if the part is contiguous, else copies."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     inner = len(shape)  # the dimensions from here on are whole
@@ -98,7 +98,7 @@ class _Blocks:
 
     def __init__(self, seed: int, name: str, size: int, std: float):
         self.size, self.std = size, std
-        # torch's generator takes 32 bits of a seed, so hashes of single blocks would soon be equal
+        # torch's generator takes 32 bits of a seed, so a hash for each block would soon collide with another
         self.first_seed = int.from_bytes(sha256(f"{seed}/{name}".encode()).digest()[:4], "little")
         self.generator = torch.Generator("cpu")
         self.number = -1

@@ -22,7 +22,7 @@ class Place:
     Args:
         sizes: Ranks along each axis.
         pp: Rank in the pipeline.
-        data: Data-parallel group, of `sizes.data`: its ranks work on the same micro batches.
+        data: Data-parallel group, of `sizes.data`. Ranks of a group work on the same micro batches.
         cp, tp: Place among the ranks that divide a micro batch's positions.
         is_last_stage: Whether this rank has the last stage, which computes the losses.
     """
@@ -51,9 +51,9 @@ class Place:
 
 
 def cp_positions(place: Place, length: int) -> Tensor:
-    """Positions of sequences of `length` that a rank's `cp` rank has, int64, ascending.
+    """Positions that `place.cp` has of a sequence of `length`: int64, ascending.
 
-    Its `tp` ranks divide them further, into neighbouring ones.
+    The `tp` ranks divide these positions further, into consecutive ones.
     """
     return torch.cat([torch.arange(*chunk) for chunk in cp_chunks(place.cp, place.sizes.cp, length)])
 
@@ -61,8 +61,8 @@ def cp_positions(place: Place, length: int) -> Tensor:
 def cp_chunks(rank: int, ranks: int, length: int) -> list[tuple[int, int]]:
     """The ranges of positions of one of the `cp` ranks.
 
-    Sequences are cut in twice as many chunks as ranks, of which rank c has the c-th from the start and the
-    c-th from the end, so that all have as many keys to attend to.
+    A sequence is cut into twice as many chunks as ranks. Rank c has the c-th chunk from the start and the
+    c-th from the end, so that all ranks have equally many keys to attend to.
     """
     if ranks == 1:
         return [(0, length)]
@@ -78,26 +78,26 @@ class Meshes(NamedTuple):
     """
 
     shards: DeviceMesh | None = None
-    """[replicas,] ranks that share the state of what each of them multiplies whole; None for all ranks."""
+    """Mesh [replicas,] shards of the parameters that every rank multiplies whole; None for all ranks."""
     matrices: DeviceMesh | None = None
-    """The mesh without `tp`: for what is divided over `tp` already."""
+    """`shards` without `tp`: the mesh of matrices that are divided over `tp` already."""
     tp: DeviceMesh | None = None
-    """Ranks over which matrices are divided; None without tensor parallelism, as are the next two."""
+    """Ranks over which matrices are divided; None without tensor parallelism."""
     cp: Any = None
-    """Group of the ranks that gather each other's keys and values."""
+    """Group of the ranks that gather each other's keys and values; None without context parallelism."""
     sequence: Any = None
-    """Group of all ranks that divide a micro batch's positions, the product of `cp` and `tp`."""
+    """Group of all ranks that divide a micro batch's positions (`cp` times `tp`); None for one rank."""
     pp: Any = None
-    """Group of the stages of a pipeline."""
+    """Group of the ranks of a pipeline; None without one."""
     experts: DeviceMesh | None = None
-    """The mesh of `expert_mesh`."""
+    """The result of `expert_mesh`."""
 
 
 def build_meshes(config: Config, device_type: str, world_size: int) -> Meshes:
     """The meshes and groups of a sharded run; collective.
 
-    All ranks wait for each other once for every group that is made, so that an axis of one rank has none,
-    but where FSDP needs a mesh.
+    All ranks wait for each other whenever a group is made. So an axis of one rank gets a group only where
+    FSDP needs its mesh.
 
     Args:
         config: Its `distributed.mesh` gives the sizes.
@@ -115,7 +115,7 @@ def build_meshes(config: Config, device_type: str, world_size: int) -> Meshes:
     is_kept = {axis: size > 1 for axis, size in sizes._asdict().items()}
     is_kept["dp_shard"] |= sizes.tp > 1 and sizes.cp == 1
     kept = {axis: size for axis, size in sizes._asdict().items() if is_kept[axis]}
-    # every mesh is a part of one mesh, as FSDP wants of the mesh of an already divided parameter
+    # every mesh is a part of one: FSDP wants this of a parameter that is divided already
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
     axes = world._unflatten(0, tuple(kept.values()), tuple(kept))
     set_timeout(axes, config)
@@ -143,10 +143,10 @@ def build_meshes(config: Config, device_type: str, world_size: int) -> Meshes:
 
 
 def expert_mesh(config: Config, device_type: str, world_size: int) -> DeviceMesh | None:
-    """The mesh of experts that are divided over ranks; None where each rank has all. Collective.
+    """The mesh of experts that are divided over ranks; None if each rank has all experts. Collective.
 
-    Its axes are `ep`, `ep_shard`, over which FSDP shards the experts of a rank, and where they have several
-    ranks `pp` and `ep_replicate`.
+    Its axes are `ep` and `ep_shard`, over which FSDP shards the experts of a rank. If they have several
+    ranks, `pp` and `ep_replicate` are axes too.
     """
     from torch.distributed.device_mesh import init_device_mesh
 

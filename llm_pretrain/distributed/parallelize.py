@@ -14,13 +14,13 @@ from llm_pretrain.model.moe import Experts
 def parallelize(model: Decoder, meshes: Meshes, place: Place, config: Config) -> None:
     """Divide sequences among ranks that share them, and shard every parameter of a model on the meta device.
 
-    Parameters are sharded over all ranks, or over those of a replica.
+    Parameters are sharded over all ranks, or over the ranks of a replica.
 
     The matrices of a layer are one group: they are all-gathered for the layer's forward pass, freed, and
-    all-gathered again for its backward pass; then their gradients are reduce-scattered, and those of the
-    replicas all-reduced. What is divided by tensor parallelism is sharded over the ranks with equal parts.
+    all-gathered again for its backward pass; then their gradients are reduce-scattered, and all-reduced over
+    replicas. FSDP shards each part of a matrix that tensor parallelism divides over the ranks with this part.
     """
-    # a mesh that is not there needs no module: most runs have none of these
+    # imported only for meshes that exist: most runs have none of these
     if meshes.sequence is not None:
         from llm_pretrain.distributed.context_parallel import divide_sequences
 
@@ -30,7 +30,7 @@ def parallelize(model: Decoder, meshes: Meshes, place: Place, config: Config) ->
         from llm_pretrain.distributed.expert_parallel import shard_experts
 
         shard_experts(model, meshes.experts, config)
-    elif meshes.tp is not None:  # experts are whole on each of its ranks
+    elif meshes.tp is not None:  # every `tp` rank has whole experts
         for experts in (module for module in model.modules() if isinstance(module, Experts)):
             fully_shard(experts, mesh=meshes.shards, mp_policy=precision)
     if meshes.tp is not None:

@@ -1,8 +1,8 @@
 """Pipeline parallelism: the layers are divided over stages, which hand hidden states and gradients on.
 
-torch's schedules decide in which order a rank computes the micro batches of its stages. Every rank reads the
-micro batches itself, so that what travels is the hidden states and the sums of the routers. The last stage
-thus has what one process has, and computes the objective as one process does.
+torch's schedules decide the order in which a rank computes the micro batches of its stages. Every rank reads
+the micro batches itself, so only hidden states and the routers' sums travel. The last stage thus has what a
+single process has, and computes the objective as a single process does.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from llm_pretrain.model.moe import RouterSums
 
 T = TypeVar("T")
 Batch = Any
-"""A micro batch, `llm_pretrain.data.loader.Batch`."""
+"""A micro batch, `llm_pretrain.data.assembly.Batch`."""
 Loss = Callable[[DecoderOutput, Batch], Tensor]
 """The part of the objective of one micro batch, 0-dim, scaled."""
 
 
 class OtherStage(nn.Module):
-    """Stands for a part of the model that another stage has: its output is its input.
+    """Stands for a part of the model that another stage has, and returns its input.
 
     Args:
-        weight: Held for a matrix of this stage that is tied to the part's.
+        weight: The part's weight, if a matrix of this stage is tied to it.
     """
 
     def __init__(self, weight: nn.Parameter | None = None):
@@ -41,12 +41,12 @@ class OtherStage(nn.Module):
         self.register_parameter("weight", weight)
 
     def forward(self, x_BSH: Tensor, *inputs: Any) -> Any:
-        """[B, S, H] as it is; with the inputs of a layer, and no sums of a router."""
+        """[B, S, H] unchanged; called as a layer (with `inputs`), also None instead of router sums."""
         return (x_BSH, None) if inputs else x_BSH
 
 
 def keep_stages(model: Decoder, config: Config, stages: Collection[int]) -> None:
-    """Replace what other stages have; the names of the rest stay those of the whole model."""
+    """Replace the parts that other stages have; the other parts keep their names in the whole model."""
     stack: Any = model.model
     has_first, has_last = 0 in stages, config.distributed.num_stages - 1 in stages
     tied: Any = model.lm_head.weight if config.model.tie_word_embeddings else None
@@ -55,7 +55,7 @@ def keep_stages(model: Decoder, config: Config, stages: Collection[int]) -> None
         if layer not in own:
             stack.layers[layer] = OtherStage()
     head: Any = model
-    # a tied weight that stands for a part elsewhere is held once, by the rank's model and by the stage's view
+    # the rank's model and a stage's view share the `OtherStage` that holds a tied weight
     if not has_first and not (has_last and isinstance(stack.embed_tokens, OtherStage)):
         stack.embed_tokens = OtherStage(tied if has_last else None)
     if not has_last:
@@ -65,11 +65,11 @@ def keep_stages(model: Decoder, config: Config, stages: Collection[int]) -> None
 
 
 def _view(model: Decoder, config: Config, stage: int) -> Decoder:
-    """One stage of a model that has several: another decoder of the same layers."""
+    """A decoder that shares the modules of `model`, reduced to one of its stages."""
 
     def copied(module: Any) -> Any:
         view = copy.copy(module)
-        for name, value in vars(module).items():  # hooks too: FSDP registers a stage's on its view
+        for name, value in vars(module).items():  # hooks too: FSDP registers hooks of a stage on its view
             if isinstance(value, dict):
                 vars(view)[name] = copy.copy(value)
         return view
@@ -105,7 +105,7 @@ class Pipeline:
         device: torch.device,
         autocast: AbstractContextManager[Any],
     ):
-        if torch.__version__ < "2.13":  # stages wait for gradients of routers' counts, which have none
+        if torch.__version__ < "2.13":  # its stages wait for gradients, which routers' counts lack
             raise ConfigError(
                 f"distributed.pp_size: expected 1 with torch {torch.__version__}, found {place.sizes.pp}; a "
                 "pipeline needs torch 2.13"
@@ -129,11 +129,11 @@ class Pipeline:
             module.forward = self._forward_of(stage)  # type: ignore[method-assign]
         self._schedule: Any = None
         self._batches: dict[int, Iterator[Batch]] = {}
-        """The micro batches that each stage is still to compute: every schedule takes them in their order."""
+        """Stage -> the micro batches that it has yet to compute; every schedule takes them in this order."""
         self._loss: Loss | None = None
         self._output: DecoderOutput | None = None
         self._counted: tuple[list[Tensor], Tensor] | None = None
-        """Parameters that count in this rank's part of the norm, and their places in the model's order."""
+        """This rank's parameters in the gradient norm, without tied copies, and their indices in `names`."""
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL: all ranks before any two exchange
 
     @property
@@ -145,7 +145,7 @@ class Pipeline:
         """Accumulate the gradients of all micro batches.
 
         Args:
-            micro_batches: All of one shape and always as many.
+            micro_batches: All of one shape, and equally many in every call.
             loss: Called in the last stage, for one micro batch after the other.
         """
         if self._schedule is None:
@@ -157,7 +157,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> DecoderOutput:
-        """The output of one micro batch; without losses, and with counts of 0, but in the last stage."""
+        """The output of one micro batch; ranks without the last stage return no losses, and counts of 0."""
         self._batches = {stage: iter([batch]) for stage in self.modules}
         passed: Any = ()
         for stage, module in self.modules.items():
@@ -201,18 +201,18 @@ class Pipeline:
         return total
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks of the pipeline, on each of them."""
+        """The values of all ranks of the pipeline, on every rank."""
         gathered = [value] * self.size
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def merged(self, values: Mapping[str, T]) -> dict[str, T]:
-        """What the ranks of the pipeline have by the name of a tensor, in the order of the whole model."""
+        """Tensor name -> value, of all ranks of the pipeline together, in the order of the whole model."""
         whole = {name: value for each in self.gather(dict(values)) for name, value in each.items()}
         return {name: whole[name] for name in self.ordered(whole)}
 
     def ordered(self, names: Iterable[str]) -> list[str]:
-        """Names of tensors, each once, in the order of the whole model; then those of others."""
+        """Tensor names without repetition, in the order of the whole model; names that it lacks come last."""
         numbers = {name: number for number, name in enumerate(self.order)}
         return sorted(dict.fromkeys(names), key=lambda name: numbers.get(name, len(numbers)))
 
@@ -231,13 +231,13 @@ class Pipeline:
             yield tensor
 
     def is_tied_copy(self, name: str) -> bool:
-        """Whether it is the last stage's copy of the tied matrix, or of what an optimizer keeps for that."""
+        """Whether `name` is the last stage's copy of the tied matrix, or optimizer state of this copy."""
         tied = ("model.embed_tokens.weight", "lm_head.weight")
         is_foreign = isinstance(self.model.model.embed_tokens, OtherStage)
         return is_foreign and self.config.model.tie_word_embeddings and any(each in name for each in tied)
 
     def _add_tied_gradients(self) -> None:
-        """Add the gradients of a matrix that the first stage embeds by, and the last one predicts by."""
+        """Add the gradients of a tied matrix: the first stage embeds by it, the last stage predicts by it."""
         first, last = self.owners[0], self.owners[self.last]
         if not self.config.model.tie_word_embeddings or first == last or self.rank not in (first, last):
             return
@@ -253,7 +253,7 @@ class Pipeline:
         own.add_(other)
 
     def _forward_of(self, stage: int) -> Callable[..., Any]:
-        """The `forward` of the decoder of a stage, of its next micro batch."""
+        """The `forward` of a stage's decoder; each call computes the next micro batch of the stage."""
         module, last = self.modules[stage], self.last
 
         def forward(*received: Tensor) -> Any:
@@ -262,7 +262,7 @@ class Pipeline:
             labels, mask = inputs.pop("labels"), inputs.pop("loss_mask")
             if received:
                 inputs["input_ids"] = received[0]
-            module.training = module.model.training = self.model.training  # of a view, its own
+            module.training = module.model.training = self.model.training  # a view has its own flag
             with self.autocast:
                 hidden_BSH, sums = module.model(**inputs, mask=mask)
                 sums = [*_unpacked(received[1:]), *sums]
@@ -277,7 +277,7 @@ class Pipeline:
         return forward
 
     def _inputs(self, stage: int, batch: Batch) -> list[Tensor]:
-        """What a stage gets from the one before, on the meta device."""
+        """The tensors that a stage receives from the stage before, on the meta device."""
         if not stage:
             return []
         model, begin = self.config.model, self.config.stage_layers(stage).start
@@ -325,7 +325,7 @@ class Pipeline:
 def _packed(sums: Sequence[RouterSums], config: Config) -> list[Tensor]:
     """The sums of routers as two tensors: losses [layers, 2]; entropy and counts, float64 [layers, 1 + E].
 
-    A loss that is not in the objective is handed on without gradient: it would get one of zeros.
+    A loss that is not in the objective is sent without gradient: its gradient would be zeros.
     """
     if not sums:
         return []
@@ -337,7 +337,7 @@ def _packed(sums: Sequence[RouterSums], config: Config) -> list[Tensor]:
 
 
 def _unpacked(tensors: Sequence[Tensor]) -> Iterator[RouterSums]:
-    """The sums that `_packed` made two tensors of."""
+    """The sums that `_packed` has packed into two tensors."""
     if not tensors:
         return
     losses, statistics = tensors

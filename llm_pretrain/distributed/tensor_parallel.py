@@ -1,10 +1,10 @@
 """Tensor parallelism: the ranks of a group hold parts of the layers' matrices and of the vocabulary.
 
-Between the products each rank has its part of the positions of every sequence (sequence parallelism,
-arXiv:2205.05198): a layer's positions are gathered before its first matrices, of which a rank has some heads
-or inner features, and the sum over ranks of what the last matrix makes of them is scattered again. So outside
-of the products the ranks are data-parallel: their sums are parts of the step's sums, and their gradients of
-norms and routers parts of the step's gradients.
+Outside of the products each rank has a part of the positions of every sequence (sequence parallelism,
+arXiv:2205.05198). All positions are gathered before the first matrices of attention or feed-forward, of which
+a rank has some heads or inner features. What the last matrix returns is summed over ranks and scattered
+again. So outside of the products the ranks are data-parallel: their sums are parts of the step's sums, and
+their gradients of norms and routers are parts of the step's gradients.
 
 Shapes: B sequences, S positions of a rank, P ranks of a group, Z = P*S positions of the group, H hidden_size,
 C tokens of a chunk.
@@ -42,15 +42,15 @@ _PLACEMENTS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), _BY_ROWS),
     **dict.fromkeys(("o_proj", "down_proj"), _BY_COLUMNS),
 }
-"""Names of the modules whose weight is divided: by its outputs (rows) or its inputs (columns)."""
+"""Module name -> how its weight is divided: by its outputs (rows) or its inputs (columns)."""
 
 
 def shard_matrices(model: Decoder, mesh: DeviceMesh) -> None:
     """Divide the matrices of a model on the meta device over the ranks of `mesh`; norms, routers and experts
     stay whole.
 
-    Call it before the model is sharded by FSDP. A rank's input is then its part of the positions, and cos,
-    sin and documents are those of all positions of the group.
+    Call it before FSDP shards the model. The model's input is then this rank's positions, but cos, sin and
+    documents are those of all positions of the group.
     """
     group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
     divided: dict[Parameter, Parameter] = {}  # a tied weight is one parameter
@@ -61,7 +61,7 @@ def shard_matrices(model: Decoder, mesh: DeviceMesh) -> None:
             module.group = group
         if placement := _PLACEMENTS.get(name.rpartition(".")[2]):
             whole = module.weight
-            if whole is None:  # of a part of the model that another stage has
+            if whole is None:  # another stage has this part of the model
                 continue
             if whole not in divided:
                 part = whole.detach().chunk(ranks, placement.dim)[rank].contiguous()
@@ -70,7 +70,7 @@ def shard_matrices(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 class ParallelLinear(Linear):
-    """This rank's part of a product: some of its outputs, or a summand of all."""
+    """This rank's part of a product: some of its outputs, or one summand of all outputs."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features or a part] to [..., a part or out_features]."""
@@ -78,7 +78,7 @@ class ParallelLinear(Linear):
 
 
 class ParallelAttention(Attention):
-    """`Attention` of which each rank of `group` computes some heads, for the positions of all."""
+    """`Attention` of which each rank of `group` computes some heads, for the positions of all ranks."""
 
     group: dist.ProcessGroup
 
@@ -90,13 +90,13 @@ class ParallelAttention(Attention):
         layout: DocumentLayout,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """[B, S, H] to [B, S, H], this rank's positions; the other arguments are of all the group's."""
+        """[B, S, H] to [B, S, H], this rank's positions; the other arguments are for all positions."""
         x_BZH = _gather(x_BSH.to(product_dtype(x_BSH)), self.group)
         return _scatter_sum(super().forward(x_BZH, cos, sin, layout, cache), self.group)
 
 
 class ParallelFeedForward(FeedForward):
-    """`FeedForward` of which each rank of `group` computes some inner features, for the positions of all."""
+    """`FeedForward` of which each rank of `group` computes some inner features, for all ranks' positions."""
 
     group: dist.ProcessGroup
 
@@ -107,7 +107,7 @@ class ParallelFeedForward(FeedForward):
 
 
 class ParallelEmbedding(Embedding):
-    """`Embedding` of which each rank of `group` holds neighbouring rows."""
+    """`Embedding` of which each rank of `group` holds consecutive rows."""
 
     group: dist.ProcessGroup
 
@@ -121,7 +121,7 @@ class ParallelEmbedding(Embedding):
 
 
 class ParallelHead(OutputHead):
-    """`OutputHead` of which each rank of `group` holds neighbouring rows, for the positions of all."""
+    """`OutputHead` of which each rank of `group` holds consecutive rows, for the positions of all ranks."""
 
     group: dist.ProcessGroup
 
@@ -130,9 +130,8 @@ class ParallelHead(OutputHead):
     ) -> LossSums:
         """The token losses of this rank's positions, and its share of the group's loss sums.
 
-        No rank has whole logits. The gradient is that of the group's sums with respect to this rank's rows,
-        so that all ranks of the group must differentiate the same objective. Arguments as those of
-        `OutputHead.forward`.
+        No rank has whole logits. The gradient is that of the group's sums with respect to this rank's rows.
+        So all ranks must differentiate the same objective. Arguments are those of `OutputHead.forward`.
         """
         assert labels is not None, "the logits of a divided vocabulary are on no rank"
         assert mask is not None
@@ -174,12 +173,12 @@ def _over_vocabulary(group: dist.ProcessGroup, lse: Tensor, target: Tensor) -> t
 
 
 def _all_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, S, ...] of every rank, in rank order: [B, Z, ...]."""
+    """Gather [B, S, ...] of every rank, in rank order, to [B, Z, ...]."""
     return all_gather(x, group).unflatten(0, (-1, len(x))).transpose(0, 1).flatten(1, 2)
 
 
 def _sum_of_own_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's positions of the sum over ranks, [B, S, ...] from [B, Z, ...], added in x's type."""
+    """Sum [B, Z, ...] over ranks, in x's type, and return this rank's positions [B, S, ...]."""
     parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)
     return reduce_scatter(parts.flatten(0, 1), group)
 
@@ -193,7 +192,7 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """`_all_positions`, of which each rank uses its own matrices: their gradients are summed."""
+    """`_all_positions`. Each rank multiplies its own matrices by the result, so the gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -221,7 +220,7 @@ class _ScatterSum(torch.autograd.Function):
 class _Share(torch.autograd.Function):
     """An equal share of a sum that every rank has, with the gradient of the whole sum.
 
-    The shares add up to the sum once, and each rank's parameters have their gradient of all of it.
+    All shares add up to the sum once, and each rank's parameters get the gradient of the whole sum.
     """
 
     @staticmethod
