@@ -1,7 +1,7 @@
 """Pretraining with PyTorch alone: `torchrun --nproc_per_node N train_pretrain.py --config FILE`.
 
-This file has what makes a step distributed in plain sight: process group, DDP, mixed precision, gradient
-accumulation, clipping and the optimizer's step; FSDP2 and meshes are called in one line, `parallelize`.
+This file shows everything that makes a step distributed: process group, DDP, mixed precision, gradient
+accumulation, clipping and the optimizer's step. One line, `parallelize`, applies FSDP2 and meshes.
 `train_pretrain_accelerate.py` does the same through Accelerate, method for method.
 """
 
@@ -64,7 +64,7 @@ class TorchrunEngine:
             )
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         found = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        self.device = device or found  # `llm-pretrain simulate` gives another
+        self.device = device or found  # `llm-pretrain simulate` passes a device
         if on_gpu := self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.rank, self.world_size = 0, 1
@@ -112,7 +112,7 @@ class TorchrunEngine:
                 stages = list(self.pipeline.modules.values())
             for stage in stages if self.is_sharded else []:
                 parallelize(stage, self.meshes, self.place, self.config)
-            initialize(model)  # of a sharded model, this rank's parts
+            initialize(model)  # in a sharded model, only this rank's shards
         self.model: Any = model
         if self.world_size > 1 and not self.is_sharded and self.pipeline is None:
             device_ids = [self.device.index] if self.device.type == "cuda" else None
@@ -132,14 +132,14 @@ class TorchrunEngine:
             return self.model(**batch.model_inputs())
 
     def train_step(self, step: Step) -> None:
-        def scaled_loss(output: DecoderOutput, batch: Batch) -> Tensor:  # adds to its sums, too
+        def scaled_loss(output: DecoderOutput, batch: Batch) -> Tensor:  # also adds to the step's sums
             return self.scaler.scale(step.add(output, batch) / self.accumulation_steps)
 
         backward = self.pipeline.backward if self.pipeline else self.backward
         backward(step.micro_batches, scaled_loss)
         self.scaler.unscale_(self.optimizer)
         grad_norm = step.clip(self.clip_grad_norm, self.parameters, self.max_grad_norm)
-        if step.may_update(grad_norm):  # True if the GPU decides, by found_inf
+        if step.may_update(grad_norm):  # also True if the GPU decides, by found_inf
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -149,9 +149,9 @@ class TorchrunEngine:
             is_last = batch is micro_batches[-1]
             if self.is_sharded:
                 self.model.set_requires_gradient_sync(is_last or self.sync_each_batch)
-                self.model.set_requires_all_reduce(is_last)  # HSDP: replicas once a step
-            with nullcontext() if is_last else self.no_sync():  # DDP: ranks once a step
-                scaled_loss(self.forward(batch), batch).backward()  # bind neither: the graph must end here
+                self.model.set_requires_all_reduce(is_last)  # HSDP: replicas reduce once a step
+            with nullcontext() if is_last else self.no_sync():  # DDP: ranks reduce once a step
+                scaled_loss(self.forward(batch), batch).backward()  # no variable may keep the graph alive
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
         if self.world_size == 1:

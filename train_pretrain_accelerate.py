@@ -1,7 +1,7 @@
 """Pretraining through Accelerate: `accelerate launch train_pretrain_accelerate.py --config FILE`.
 
-The same run as `train_pretrain.py`, method for method: compare the two to see what each call of Accelerate
-does.
+This script does what `train_pretrain.py` does, method for method. Compare both to see what each call of
+Accelerate does.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ from llm_pretrain.training.engine import DDP_OPTIONS, Launcher, own_part, seed_d
 from llm_pretrain.training.step import Objective, Step
 from llm_pretrain.training.trainer import pretrain
 
-# AcceleratedOptimizer calls it in every step, and it searches sys.path
+# AcceleratedOptimizer calls this function in every step, and each call searches sys.path
 accelerate.optimizer.is_lomo_available = cache(accelerate.optimizer.is_lomo_available)
 
 
 class AccelerateEngine:
-    """The run through Accelerate: DDP, FSDP2 with its meshes but pipelines, or DeepSpeed ZeRO."""
+    """Parallelism by Accelerate: DDP, FSDP2 with any mesh except pipelines, or DeepSpeed ZeRO."""
 
     launcher: Launcher = "accelerate"
 
@@ -135,7 +135,7 @@ class AccelerateEngine:
         self.meshes = Meshes()
         if not self.place.sizes.is_data_parallel:
             self.meshes = build_meshes(config, self.device.type, self.world_size)
-        self.pipeline: Any = None  # torchrun alone runs pipelines
+        self.pipeline: Any = None  # only torchrun runs pipelines
         self.objective = Objective(config, self.world_size)
 
     def prepare(
@@ -151,13 +151,13 @@ class AccelerateEngine:
                 if self.place.sizes.is_data_parallel:
                     prepared = self.accelerator.prepare(model, optimizer, batches)
                     self.model, self.optimizer, rank_batches = prepared
-                else:  # Accelerate's shares are of ranks with data of their own
+                else:  # Accelerate would give each rank batches of its own
                     self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
                     group_batches = shard(batches, self.place.data, self.place.sizes.data)
                     own = (own_part(batch, self.place) for batch in group_batches)
                     rank_batches = (batch.to(self.device, non_blocking=True) for batch in own)
                 sum_gradients(model)
-                initialize(model)  # this rank's parts
+                initialize(model)  # only this rank's shards
             self.sync_replicas = self.model.set_requires_all_reduce
         else:
             with rebound_optimizer(model, optimizer):
@@ -166,8 +166,8 @@ class AccelerateEngine:
             self.sync_replicas = lambda is_last: None
         self.unwrapped_model = model
         self.parameters = list(self.model.parameters())  # once: collecting them takes longer than clipping
-        # AcceleratedOptimizer.zero_grad inspects a signature in every step, so torch's is called directly;
-        # that of Accelerate's wrapper for DeepSpeed does nothing, since the engine zeroes the gradients
+        # AcceleratedOptimizer.zero_grad inspects a signature in every step, so torch's zero_grad is called
+        # directly; under DeepSpeed, the engine zeroes the gradients, and the wrapper's zero_grad does nothing
         self.zero_grad = self.optimizer.zero_grad if self.uses_deepspeed else optimizer.zero_grad
         if self.uses_deepspeed:
             clip_as_torch(self.optimizer.optimizer, model, self.config, self.device)
@@ -184,12 +184,12 @@ class AccelerateEngine:
     def train_step(self, step: Step) -> None:
         for batch in step.micro_batches:
             with self.accelerator.accumulate(self.model):
-                self.sync_replicas(self.accelerator.sync_gradients)  # HSDP: once a step
-                # divides by the accumulation steps, scales for fp16; under DeepSpeed it also clips and steps
+                self.sync_replicas(self.accelerator.sync_gradients)  # HSDP: replicas reduce once a step
+                # divides by the accumulation steps, scales for fp16; under DeepSpeed also clips and steps
                 self.accelerator.backward(step.add(self.forward(batch), batch))
                 if self.accelerator.sync_gradients:
                     grad_norm = step.clip(self.clip_grad_norm, self.parameters, self.max_grad_norm)
-                    if step.may_update(grad_norm):  # True if the GPU decides
+                    if step.may_update(grad_norm):  # also True if the GPU decides
                         self.optimizer.step()  # with a scaler: scaler.step and scaler.update
                     elif self.scaler.is_enabled():
                         self.scaler.update()
@@ -233,7 +233,7 @@ class AccelerateEngine:
         """Shard what Accelerate cannot: experts, parameters in full precision, ranks that share data."""
         plugin: Any = self.accelerator.state.fsdp_plugin
         if not self.place.sizes.is_data_parallel:
-            plugin.auto_wrap_policy = None  # every layer is wrapped already; what is sharded passes through
+            plugin.auto_wrap_policy = None  # layers are sharded already, and Accelerate keeps them
             parallelize(model, self.meshes, self.place, self.config)
             return
         plugin.ignored_modules = full_precision_modules(model)
@@ -260,9 +260,9 @@ def zero_plugin(config: Config) -> DeepSpeedPlugin:
 
 
 def fsdp_plugin(config: Config, timeout: timedelta) -> FullyShardedDataParallelPlugin:
-    """The plugin for FSDP2, one group per layer; sets every option, so that a launch file changes none."""
+    """The plugin for FSDP2, one group per layer; it sets every option, so that launch files change none."""
     if not torch.cuda.is_available() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Accelerate shards on GPUs only and silently runs DDP elsewhere; only its private state changes that
+        # Accelerate shards only on GPUs and silently runs DDP elsewhere; only its private state changes this
         PartialState(cpu=True, init_method=rendezvous_init_method(), timeout=timeout)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return FullyShardedDataParallelPlugin(
@@ -278,7 +278,7 @@ def fsdp_plugin(config: Config, timeout: timedelta) -> FullyShardedDataParallelP
 
 
 def parallelism(config: Config) -> ParallelismConfig | None:
-    """The mesh of FSDP's replicas and shards; None for one replica, and where ranks share micro batches."""
+    """The mesh of FSDP's replicas and shards; None for one replica, and if ranks share micro batches."""
     replicas, world_size = config.distributed.dp_replicate_size, int(os.environ.get("WORLD_SIZE", "1"))
     if replicas == 1 or world_size == 1 or not config.distributed.mesh(world_size).is_data_parallel:
         return None

@@ -1,9 +1,9 @@
 """Estimated memory, time and cost of a training run, computed from its configuration.
 
-The memory is coarse: of the rank that holds most, in the second step, when the optimizer's state exists,
-within `TOLERANCE` of simulated and measured peaks. `llm-pretrain simulate` counts it exactly, with uncompiled
-layers. Not counted: the interpreter, a GPU's context (`CUDA_CONTEXT`), and caches of libraries (on a CPU
-oneDNN's generated code, about 0.6 MiB for each shape of a product, at most 1024 of them).
+The estimate of memory is coarse: within `TOLERANCE` of simulated and measured peaks. It is for the rank that
+holds most, in the second step, when the optimizer's state exists. `llm-pretrain simulate` counts memory
+exactly, with uncompiled layers. Not counted: the interpreter, a GPU's context (`CUDA_CONTEXT`), and caches of
+libraries (on a CPU oneDNN's generated code, about 0.6 MiB for each shape of a product, at most 1024 shapes).
 
 Shapes: T tokens of a rank's micro batch, H hidden_size, Q and K widths of all query and of all key heads, V
 vocab_size, k experts per token.
@@ -50,17 +50,17 @@ class MemoryEstimate:
 
     Args:
         weights: Parameters in fp32; this rank's shard if they are sharded.
-        gradients: Gradients in fp32, likewise; DDP's buckets are these. Whole ones where they are reduced
-            with the last micro batch only: without `sync_each_batch`, and in a pipeline.
+        gradients: Gradients in fp32 (DDP's buckets); this rank's shard if they are sharded. They are whole if
+            only the last micro batch reduces them: without `sync_each_batch`, and in a pipeline.
         optimizer: Moments, and the average of the parameters (EMA).
-        weight_copies: Matrices in low precision, from forward to backward pass; if sharded, those that are
-            gathered at once.
-        activations: What the layers keep for their backward passes; with checkpointing the inputs of all
-            layers and what the last one keeps. In a pipeline those of all micro batches in flight.
-        head: Tensors of the loss: logits, whole or of a chunk, their gradient, and that of the head's matrix.
+        weight_copies: Matrices in low precision, from forward to backward pass; if sharded, the matrices that
+            are gathered at the same time.
+        activations: What the layers keep for their backward passes; with checkpointing, the inputs of all
+            layers and what the last layer keeps. In a pipeline, for all micro batches in flight.
+        head: Tensors of the loss: logits (whole or a chunk), their gradient, the head matrix's gradient.
         temporaries: Tensors of the backward pass of a layer: gradients of its activations and weights.
         heap_holes: Fragmentation on a CPU; see `CPU_HEAP_HOLES`.
-        peak: Most bytes alive at once; less than the sum, since not all parts are alive together.
+        peak: Most bytes alive at once; less than the sum, since not all parts are alive at the same time.
         staging: Copies on the host while a checkpoint is written in the background.
     """
 
@@ -114,7 +114,7 @@ def compute_optimal_tokens(config: Config) -> int:
 
 
 def estimate_memory(config: Config, world_size: int = 1, *, on_gpu: bool = False) -> MemoryEstimate:
-    """Memory of one rank, of a pipeline the one that holds most.
+    """Memory of one rank; in a pipeline, of the rank that holds most.
 
     Args:
         config: Resolved, with `model.vocab_size`.
@@ -127,10 +127,10 @@ def estimate_memory(config: Config, world_size: int = 1, *, on_gpu: bool = False
 
 
 class _Rank:
-    """One rank, and what it holds at moments of a step.
+    """The bytes that one rank holds at moments of a step.
 
-    The argument `i` of a method is a layer's place among the rank's own. Their backward passes run from the
-    last one to the first.
+    The argument `i` of a method is a layer's index among the rank's layers. Backward passes go from the last
+    layer to the first.
 
     Args:
         config: Resolved.
@@ -150,7 +150,7 @@ class _Rank:
         self.ep = distributed.ep_size if self.is_sharded else 1
         self.recomputes = training.activation_checkpointing
         self.is_eager = on_gpu and not compiles(config, world_size, on_gpu=on_gpu)
-        """Whether results between kernels are kept; a CPU has kernels of its own."""
+        """Whether layers keep the results between kernels; a CPU has kernels of its own."""
         self.tokens = training.micro_batch_size * training.sequence_length // sizes.sequence
         self.low = 2 if training.precision in ("bf16", "fp16") else _FP32
         """Bytes of a value in matrix products."""
@@ -167,7 +167,7 @@ class _Rank:
         rest = min(tables, (0 in stages) + self.has_head) * table + vectors // sizes.pp
         matrices = [matrices[layer] for layer in self.layers]
         padding = 1.0
-        if distributed.strategy == "fsdp" and self.ep == 1 and model.num_experts:  # every rank gets as many
+        if distributed.strategy == "fsdp" and self.ep == 1 and model.num_experts:  # each rank gets as many
             padding = -(-model.num_experts // shards) * shards / model.num_experts
         total = rest + sum(int(each.dense + padding * each.experts) for each in matrices)
         self.weights = -(-_FP32 * total // shards)
@@ -178,7 +178,7 @@ class _Rank:
         kept = moments(optimizer, "hidden") * hidden + moments(optimizer, "embedding") * (total - hidden)
         state = int(_FP32 * (kept + (total if optimizer.ema_decay else 0)))
         self.optimizer = -(-state // (world_size if is_zero else shards))
-        # parameters that it computes with, divided by `tp` and `ep`, and that FSDP gathers for a layer
+        # parameters that the rank computes with, divided by `tp` and `ep`, and those that FSDP gathers
         self.table, self.rest = table // self.tp, rest // self.tp
         self.dense = [each.dense // self.tp for each in matrices]
         self.experts = [each.experts // self.ep for each in matrices]
@@ -189,18 +189,18 @@ class _Rank:
         self.waits = self.is_sharded and accumulates and (self.is_stage or not distributed.sync_each_batch)
         """Whether whole gradients wait for the last micro batch."""
         self.adds = accumulates or (world_size > 1 and not self.is_sharded)
-        """Whether gradients exist to which a backward pass adds its own; DDP's buckets always do."""
+        """Whether a backward pass adds to existing gradients; DDP's buckets always exist."""
         self.sums_replicas = (
             self.is_sharded and sizes.dp_replicate > 1 and accumulates and self.ep == 1 and not self.waits
         )
-        """Whether sums over replicas are kept until the backward pass ends, then added; experts' are not."""
+        """Whether sums over replicas are kept and added when the backward pass ends; not for experts."""
         self.in_flight = _in_flight(config, sizes.pp, pp_rank, micro_batches)
         self.received = ((pp_rank > 0) + (pp_rank < sizes.pp - 1)) * micro_batches * self.stream
-        """A pipeline's buffers for what the neighbours send: of all micro batches."""
+        """Bytes of a pipeline's receive buffers, which are for all micro batches."""
         self.saved = [self.layer_bytes(i) for i in range(len(self.layers))]
 
     def memory(self) -> MemoryEstimate:
-        """The parts, and the most at once."""
+        """The bytes of all parts, and the peak."""
         places = range(len(self.layers))
         layers = map(self.in_layer, places)
         transient = max(self.at_head(), *layers, self.at_end(), self.at_update())
@@ -220,7 +220,7 @@ class _Rank:
         )
 
     def at_head(self) -> int:
-        """When the loss is computed, at the end of the forward pass."""
+        """Bytes when the loss is computed, at the end of the forward pass."""
         last = len(self.layers) - 1
         kept = self.kept(last) - (self.saved[last] if self.recomputes else 0)
         # under `gpipe` the head's gradients of all micro batches wait for the backward passes
@@ -228,60 +228,60 @@ class _Rank:
         return self.gradients() + self.copies(last) + kept + self.head() + others * _FP32 * self.table
 
     def in_layer(self, i: int) -> int:
-        """Peak in the backward pass of a layer. Under FSDP and if tied, the head's gradient waits."""
+        """Peak in the backward pass of a layer; the head's gradient is alive unless it was added already."""
         waits = self.is_sharded or self.model.tie_word_embeddings or not self.adds
         of_head = _FP32 * self.table if self.has_head and waits else 0
         before = self.gradients()
-        if not before:  # those of the layers above
+        if not before:  # the layers above have theirs already
             before = self.own_gradients * sum(self.gathered[i + 1 :]) // (sum(self.gathered) + self.rest)
         return before + self.copies(i) + self.kept(i) + self.temporaries(i) + of_head
 
     def at_end(self) -> int:
-        """When embedding and head have their gradients, under FSDP beside the gathered matrices."""
+        """Bytes when embedding and head have their gradients; under FSDP beside the gathered matrices."""
         if not self.is_sharded:
             return self.own_gradients + _FP32 * self.table * (self.adds + self.model.tie_word_embeddings)
         own = self.own_gradients * (2 if self.sums_replicas else 1)
         return own + _FP32 * (self.rest + (self.rest if self.is_stage else 2 * self.table))
 
     def at_update(self) -> int:
-        """When the optimizer computes: Muon updates in fp32, and about four of their size for products."""
+        """Bytes when the optimizer steps: Muon's updates in fp32, and about four products of their size."""
         return self.own_gradients + (_FP32 + 4 * self.low) * self.orthogonalized
 
     def gradients(self) -> int:
-        """Gradients of earlier micro batches."""
+        """Bytes of the gradients of earlier micro batches."""
         if self.waits:
             return _FP32 * (sum(self.dense) + sum(self.experts) + self.rest)
         return self.own_gradients if self.adds else 0
 
     def copies(self, i: int) -> int:
-        """Weights beside the rank's own: gathered for this layer and the next, or cast to low precision."""
+        """Bytes of weight copies: gathered for this layer and the next one, or cast to low precision."""
         if self.is_sharded:
             gathered = self.gathered[max(0, i - 1) : i + 1]
-            if self.is_stage:  # once for all micro batches
+            if self.is_stage:  # gathered once for all micro batches
                 gathered = self.gathered
             elif self.experts[i] and self.ep * self.tp > 1:  # experts, and next to them the small dense part
                 gathered = self.gathered[i : i + 1]
             return _FP32 * self.rest + self.low * sum(gathered)
         if self.low == _FP32:
             return 0
-        # autocast keeps its copies to the end of a forward pass; experts cast by themselves, on a CPU in turn
+        # autocast keeps copies until a forward pass ends; experts make their own, on a CPU one by one
         experts = self.experts[i : i + 1] if self.recomputes else self.experts[: i + 1]
         return self.low * (sum(self.dense[: i + 1]) + (sum(experts) if self.on_gpu else 0))
 
     def kept(self, i: int) -> int:
-        """Activations when the backward pass of a layer begins."""
+        """Bytes of activations when the backward pass of a layer begins."""
         of_layers = [self.stream] * len(self.saved) if self.recomputes else self.saved
         again = self.saved[i] if self.recomputes else 0
         return self.received + (self.in_flight - 1) * sum(of_layers) + sum(of_layers[: i + 1]) + again
 
     def layer_bytes(self, i: int) -> int:
-        """What autograd keeps of a decoder layer, from its bytes for each token."""
+        """Bytes that autograd keeps of a decoder layer, from the bytes for each token."""
         model, training, low, is_eager = self.model, self.config.training, self.low, self.is_eager
         H, Q = model.hidden_size, model.num_attention_heads * model.attention_head_dim
         K = model.num_key_value_heads * model.attention_head_dim
         has_varlen = low < _FP32 and supports_varlen(model.attention_head_dim, model.attention_dropout)
         attention = training.attention_implementation
-        # two norms: the stream, and a result of which `tp` gathers all positions
+        # two norms: the stream, and the result, which `tp` gathers for all positions
         size = 2 * H * (_FP32 + low * self.tp)
         # attention: queries, keys and values, its result, and the inputs of their norms
         if not self.on_gpu:
@@ -295,22 +295,22 @@ class _Rank:
             size += low * (2 * Q + 2 * K)
         if model.qk_norm:
             size += (_FP32 if is_eager else low) * (Q + K)
-        # gate, up, and their product; uncompiled activation(gate) too
+        # gate, up, and their product; uncompiled layers keep activation(gate) too
         dense = (4 if is_eager else 3) * low
         if not model.is_moe_layer(self.layers[i]):
             return self.tokens * (size + dense * model.intermediate_size)
-        # the router; for each of k experts a copy of the token, and uncompiled the weighted product too
+        # the router; for each of k experts a copy of the token, and uncompiled also the weighted product
         inner, k = model.expert_intermediate_size, model.num_experts_per_tok
         size += 2 * _FP32 * model.num_experts + (_FP32 - low) * H
         size += k * low * ((5 if is_eager else 3) * inner + (H if self.on_gpu else 0))
         return self.tokens * (size + dense * inner * model.n_shared_experts)
 
     def temporaries(self, i: int) -> int:
-        """What the backward pass of a layer adds: gradients of the stream, of the widest, and of weights."""
+        """Bytes that a layer's backward pass adds: gradients of stream, widest tensor and weights."""
         model, low, H = self.model, self.low, self.model.hidden_size
         if model.is_moe_layer(self.layers[i]):
             inner, k = model.expert_intermediate_size, model.num_experts_per_tok
-            # rows in the order of tokens and of experts, between ranks of both; or the weighted product's
+            # rows in token order and in expert order, with `ep` exchanged ones too; or the weighted product's
             rows = low * H * ((5 if self.ep > 1 else 3) if self.on_gpu else 1)
             wide = low * H + (3 * _FP32 - low if self.is_eager else 2 * low) * inner if self.on_gpu else 0
             size, weights = k * max(rows, wide), self.experts[i]
@@ -319,12 +319,12 @@ class _Rank:
         size = self.stream + self.tokens * size
         if not self.is_sharded:
             return size + _FP32 * weights
-        # whole gradients as they are computed, and on their way those of the layer before, in fp32
+        # whole gradients of this layer, and in fp32 those of layer i + 1, which are still being reduced
         before = 0 if self.waits else sum(self.gathered[i + 1 : i + 2])
         return size + low * (self.dense[i] + self.experts[i]) + _FP32 * before
 
     def head(self) -> int:
-        """Final norm, the matrix in low precision, and logits, whole or a chunk, with gradients."""
+        """Bytes of the final norm, the matrix in low precision, and logits (or a chunk), with gradients."""
         if not self.has_head:
             return 0
         low, table, TH = self.low, self.table, self.tokens * self.model.hidden_size
@@ -339,7 +339,7 @@ class _Rank:
 
 
 def _in_flight(config: Config, pp: int, pp_rank: int, micro_batches: int) -> int:
-    """Micro batches of which a rank of a pipeline holds activations at once; without one 1."""
+    """Number of micro batches whose activations a pipeline's rank holds at once; 1 without a pipeline."""
     schedule = config.distributed.pp_schedule
     if pp == 1:
         return 1

@@ -1,6 +1,7 @@
 """Context parallelism: the ranks of a group compute different positions of the same sequences.
 
-Each rank gathers the keys and values of all positions. So its queries attend as on one rank.
+Each rank gathers the keys and values of all positions. So its queries attend within their documents as they
+would on one rank.
 
 Shapes: B sequences, S positions, s = S / P positions of each of P ranks, M key and value heads, D head_dim.
 """

@@ -66,7 +66,7 @@ class ParallelExperts(Experts):
         return _compute_where_held(self, x_TH, weights_TK, chosen_TK)
 
     def compute(self, x_MH: Tensor, weight_M1: Tensor, expert_M: Tensor) -> Tensor:
-        """[M, H]: the output of one of this rank's experts (numbered from 0) for each row, weighted."""
+        """[M, H]: for each row, the output of this rank's expert of this number, times the routing weight."""
         rows = len(x_MH)
         if not rows:  # torch's product on CUDA may refuse none (pytorch/pytorch#192497)
             x_MH, weight_M1 = F.pad(x_MH, (0, 0, 0, 1)), F.pad(weight_M1, (0, 0, 0, 1))
@@ -85,7 +85,7 @@ def _compute_where_held(experts: ParallelExperts, x: Tensor, weights: Tensor, ch
     group, ranks = experts.group, dist.get_world_size(experts.group)
     sorted_expert, order = chosen.flatten().sort(stable=True)
     sent_E = sorted_expert.new_zeros(experts.num_experts)
-    sent_E.scatter_add_(0, sorted_expert, torch.ones_like(sorted_expert))  # bincount would wait twice
+    sent_E.scatter_add_(0, sorted_expert, torch.ones_like(sorted_expert))  # bincount would add two waits
     received_Pn = torch.empty_like(sent_E)
     dist.all_to_all_single(received_Pn, sent_E, group=group)
     sent, received = _rows_by_rank(sent_E, received_Pn, ranks)

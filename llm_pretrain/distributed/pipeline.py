@@ -41,7 +41,7 @@ class OtherStage(nn.Module):
         self.register_parameter("weight", weight)
 
     def forward(self, x_BSH: Tensor, *inputs: Any) -> Any:
-        """[B, S, H] unchanged; called as a layer (with `inputs`), also None instead of router sums."""
+        """[B, S, H] unchanged; if called with a layer's `inputs`, also None in place of router sums."""
         return (x_BSH, None) if inputs else x_BSH
 
 
@@ -105,7 +105,7 @@ class Pipeline:
         device: torch.device,
         autocast: AbstractContextManager[Any],
     ):
-        if torch.__version__ < "2.13":  # its stages wait for gradients, which routers' counts lack
+        if torch.__version__ < "2.13":  # older ones wait for gradients that routers' counts lack
             raise ConfigError(
                 f"distributed.pp_size: expected 1 with torch {torch.__version__}, found {place.sizes.pp}; a "
                 "pipeline needs torch 2.13"

@@ -13,7 +13,7 @@ from llm_pretrain.optim.ema import keep_ema
 
 
 def build_optimizer(model: Decoder, config: OptimizerConfig, precision: str = "fp32") -> Optimizer:
-    """The optimizer that `config` names, by `build` of its module here, over all parameters of the model.
+    """The optimizer that `config` names, over all parameters of the model; its module here has `build`.
 
     Args:
         model: Not wrapped yet.
@@ -30,10 +30,10 @@ def build_optimizer(model: Decoder, config: OptimizerConfig, precision: str = "f
 
 
 def moments(config: OptimizerConfig, role: Role) -> float:
-    """Values in fp32 that the optimizer keeps for each value of a parameter of this role.
+    """Number of fp32 values that the optimizer keeps for each element of a parameter of this role.
 
     Raises:
-        ConfigError: a class by its import path cannot be used.
+        ConfigError: `config.name` is the import path of a class that cannot be used.
     """
     if config.name in OPTIMIZERS:
         return OPTIMIZERS[config.name].moments.get(role, 2)

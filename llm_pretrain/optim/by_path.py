@@ -17,7 +17,7 @@ from llm_pretrain.optim.param_groups import parameter_groups
 
 
 def build(model: Decoder, config: OptimizerConfig, precision: str) -> Optimizer:
-    """The class over all parameters, in AdamW's groups; the arguments are those of `build_optimizer`."""
+    """The named class over all parameters, in AdamW's groups; arguments are those of `build_optimizer`."""
     return _construct(config, parameter_groups(model, config))
 
 
@@ -41,7 +41,7 @@ def imported(path: str) -> type[Optimizer]:
 
 def _construct(config: OptimizerConfig, groups: list[dict[str, Any]]) -> Optimizer:
     found, options, decay = imported(config.name), config.options, config.weight_decay
-    # the groups have their own, but a class without weight decay, and options with one, must not pass
+    # groups set it too; this makes a class without weight decay, or an option `weight_decay`, an error
     decays = {"weight_decay": decay} if decay or "weight_decay" in options else {}
     try:
         return found(groups, lr=config.learning_rate, **decays, **options)  # type: ignore[call-arg]  # its own
@@ -51,11 +51,11 @@ def _construct(config: OptimizerConfig, groups: list[dict[str, Any]]) -> Optimiz
 
 
 def measured_moments(config: OptimizerConfig) -> float:
-    """Values in fp32 that the class keeps for each value of a matrix, from a trial on small parameters.
+    """Number of fp32 values that the class keeps for each element of a matrix, from a trial.
 
     Raises:
-        ConfigError: the class cannot be built, or cannot step, or after a resume would go on otherwise than
-            without, because a checkpoint does not hold its state.
+        ConfigError: the class cannot be built or cannot step, keeps tensors of other shapes, or would train
+            differently after a resume, because a checkpoint does not hold all of its state.
     """
     straight, stopped = _Trial(config), _Trial(config)
     matrix = straight.parameters[0]
@@ -80,7 +80,7 @@ def measured_moments(config: OptimizerConfig) -> float:
 
 
 class _Trial:
-    """The class over small parameters, which take the place of others as those of a run do."""
+    """The class over small parameters that replace the ones it was built with, as in a run."""
 
     def __init__(self, config: OptimizerConfig):
         self.parameters = [Parameter(torch.ones(shape)) for shape in ((4, 6), (2, 4, 6), (6,))]
@@ -90,7 +90,7 @@ class _Trial:
             group["params"] = [parameter]
 
     def take_steps(self, numbers: range) -> None:
-        """Steps with gradients that depend on a step's number alone."""
+        """Take steps with gradients that depend only on the number of the step."""
         for number in numbers:
             generator = torch.Generator().manual_seed(number)
             for parameter in self.parameters:
@@ -99,7 +99,7 @@ class _Trial:
 
     @torch.no_grad()
     def load(self, other: _Trial) -> None:
-        """Take over what a checkpoint holds."""
+        """Copy from `other` what a checkpoint holds."""
         for parameter, value in zip(self.parameters, other.parameters, strict=True):
             parameter.copy_(value)
         state = deepcopy(other.optimizer.state_dict()["state"])

@@ -1,7 +1,7 @@
 """Exponential moving average (EMA) of the parameters, kept as optimizer state under the key `ema`.
 
-As optimizer state it is sharded, saved and restored like the moments. Evaluation, samples and exported
-weights use it.
+As optimizer state, the average is sharded, saved and restored like the moments. Evaluation, samples and
+exported weights use the average.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from llm_pretrain.optim.sharded import to_local
 AVERAGE = "ema"
 """Key of the average in a parameter's optimizer state."""
 DECAY = "ema_decay"
-"""Key of the decay in a parameter group; a resumed run takes it from its configuration."""
+"""Key of the decay in a parameter group; a resumed run takes the decay from its configuration."""
 
 
 def keep_ema(optimizer: Optimizer, decay: float) -> None:
     """Update the average of every parameter at the end of every optimizer step.
 
     average ← d · average + (1 - d) · parameter, with d = min(decay, (1 + t) / (10 + t)) and t the parameter's
-    steps including this one. It starts as the parameter after the first step. The smaller d of early steps
-    (as in TensorFlow's ExponentialMovingAverage) makes the average forget the start: at step t it covers
-    about the last t / 10 steps, until that exceeds 1 / (1 - decay). A skipped step changes nothing, also if
-    the decision to skip it stays on the device (`found_inf`).
+    steps including this one. The average starts as the parameter after the first step. The smaller d of early
+    steps (as in TensorFlow's ExponentialMovingAverage) make the average forget the start: at step t it covers
+    about the last t / 10 steps, up to 1 / (1 - decay) steps. A skipped step changes nothing, even
+    if the decision stays on the device (`found_inf`).
     """
     optimizer.defaults[DECAY] = decay
     for group in optimizer.param_groups:
@@ -45,11 +45,11 @@ def _update(optimizer: Optimizer, *_: Any) -> None:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
             if not state:
-                continue  # it has never had a gradient
+                continue  # the parameter never had a gradient
             if AVERAGE not in state:
                 state[AVERAGE] = parameter.detach().clone()
                 continue
-            if weight is None:  # a group's parameters have taken the same steps
+            if weight is None:  # all parameters of a group have the same step count
                 weight = _weight(state["step"], group[DECAY], found_inf)
             to_local(state[AVERAGE]).lerp_(to_local(parameter), weight)
 
@@ -62,9 +62,9 @@ def _weight(step: Tensor, decay: float, found_inf: Tensor | None) -> Tensor:
 
 @contextmanager
 def ema_parameters(optimizer: Optimizer) -> Iterator[None]:
-    """Exchange parameters and averages in the block, and back afterwards, bit for bit.
+    """Exchange parameters and averages for the block, and exchange them back afterwards, bit for bit.
 
-    In place, so that references to the parameters stay valid. Parameters without an average do not change.
+    The exchange is in place, so references stay valid. Parameters without an average do not change.
     Do not step or save a checkpoint inside the block.
     """
     pairs = [

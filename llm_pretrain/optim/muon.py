@@ -35,7 +35,7 @@ distributed: Any = torch.distributed
 def build(model: Decoder, config: OptimizerConfig, precision: str) -> Muon:
     """Muon for the matrices of the layers, AdamW for the rest; the arguments are those of `build_optimizer`.
 
-    Embedding and head have one row per token, of which a step updates few, and a router has one row per
+    A step updates few rows of embedding and head, which have one row per token; a router has one row per
     expert. The gate and up projections of an expert share a parameter but are orthogonalised separately, like
     the two matrices of a dense layer.
     """
@@ -66,13 +66,13 @@ class Muon(Optimizer):
         O ← orthogonalise((1 - momentum) · G + momentum · B)             (Nesterov's)
         W ← (1 - lr · weight_decay) · W - lr · sqrt(max(1, out / in)) · O
 
-    AdamW's groups are updated by torch's fused kernel, to the bit what `torch.optim.AdamW` does.
+    torch's fused kernel updates AdamW's groups, bit for bit as `torch.optim.AdamW` does.
 
     State by parameter: `step`, and `momentum_buffer` or `exp_avg` and `exp_avg_sq`.
 
-    The ranks of the default process group divide the matrices of unsharded parameters, which must have equal
-    values and gradients on all of them. The matrices of a sharded parameter are divided by the ranks that
-    hold it, those of all its replicas.
+    The ranks of the default process group divide the matrices of unsharded parameters among themselves;
+    values and gradients of these parameters must be equal on all ranks. The matrices of a sharded parameter
+    are divided among the ranks that hold a part of it, in all replicas.
 
     Args:
         params: Groups, each with its `algorithm` and, for Muon, `blocks`: a parameter [..., blocks · out, in]
@@ -85,7 +85,7 @@ class Muon(Optimizer):
             number of processes, the last bit of a sum would change how a number rounds to bf16.
     """
 
-    # GradScaler then sets `found_inf` and calls `step`, instead of skipping the call
+    # with this flag GradScaler sets `found_inf` and calls `step`, instead of skipping the call
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -107,9 +107,9 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; collective if Muon's rate is not 0.
 
-        Like torch's fused optimizers it reads two attributes that a GradScaler or the training loop may set:
-        `found_inf` (a tensor; if it is not 0 nothing is updated, without waiting for the device) and
-        `grad_scale` (the factor that the gradients are multiplied by).
+        Like torch's fused optimizers, this reads two attributes that a GradScaler or the training loop may
+        set. `found_inf` is a tensor: if it is not 0, nothing is updated, without waiting for the device.
+        `grad_scale` is the factor that the gradients are multiplied by.
         """
         loss = None
         if closure is not None:
@@ -164,7 +164,7 @@ class Muon(Optimizer):
     def _muon(self, matrices: list[_Matrices], found_inf: Tensor | None) -> None:
         alike: dict[Any, list[_Matrices]] = {}
         for each in matrices:
-            if each.learning_rate == 0.0:  # the end of a decay, or torch creating the state to load into
+            if each.learning_rate == 0.0:  # a decay's end, or torch creates state to load into
                 each.advance(found_inf)
             else:
                 alike.setdefault((each.shards, each.replicas), []).append(each)
@@ -191,14 +191,14 @@ class Muon(Optimizer):
 
 @dataclass(slots=True)
 class _Matrices:
-    """n matrices of one parameter, or this rank's rows of its only one: views [n, rows, in].
+    """n matrices of one parameter, or this rank's rows of the parameter's only matrix: views [n, rows, in].
 
     Args:
-        parameter, momentum, gradient: This rank's part of them.
+        parameter, momentum, gradient: This rank's part of each.
         group: The optimizer's, with the settings.
         out: Rows of a whole matrix.
-        shards: The process group whose ranks each hold some rows, as `_held` says; None if each holds all.
-        replicas: The process group whose ranks hold the same. Both groups divide the work.
+        shards: The process group whose ranks each hold `_held` rows; None if each rank holds all rows.
+        replicas: The process group whose ranks hold the same rows. The ranks of both groups divide the work.
     """
 
     parameter: Tensor
@@ -244,8 +244,8 @@ class _Matrices:
 
     def apply(self, update: Tensor, found_inf: Tensor | None) -> None:
         """Decay the parameters and move them by this rank's part of the orthogonalised update."""
-        # A matrix of out rows takes RMS-1 inputs to RMS-1 outputs when its singular values are near
-        # sqrt(out / in); below a square one Jordan's rule leaves them at 1.
+        # A matrix maps inputs of RMS 1 to outputs of RMS 1 when its singular values are near sqrt(out / in).
+        # If out is less than in, Jordan's rule leaves the singular values at 1.
         learning_rate = self.learning_rate
         distance = learning_rate * math.sqrt(max(1.0, self.out / update.shape[-1]))
         decayed = 1 - learning_rate * self.group["weight_decay"]
@@ -266,12 +266,12 @@ def _stack(
 ) -> Iterator[_Matrices]:
     """The matrices of a parameter [out, in] or [E, blocks · out, in], in one or more parts.
 
-    Under FSDP a rank holds whole experts, which only its replicas update with it, or rows of a matrix.
+    Under FSDP a rank holds rows of a matrix, or whole experts, which it shares only with its replicas.
 
     Args:
         parameter, momentum: With the gradient.
         group: The optimizer's.
-        everybody: The ranks that hold an unsharded parameter; None for one.
+        everybody: The group of the ranks that hold an unsharded parameter; None for a single rank.
     """
     *experts, rows, columns = parameter.shape
     own, own_momentum, gradient = (to_local(each) for each in (parameter, momentum, _gradient(parameter)))
@@ -321,8 +321,7 @@ def _packed(items: Iterable[T], elements: Callable[[T], int]) -> Iterator[list[T
 def owners(shapes: tuple[tuple[int, int, int], ...], ranks: int) -> list[dict[int, int]]:
     """For each stack (n, out, in), how many of its matrices each rank orthogonalises.
 
-    A matrix goes to the rank with the least work so far, so that no two ranks' work differs by more than that
-    of one matrix.
+    A matrix goes to the rank with the least work so far. So two ranks' work differs by at most a matrix.
     """
     by_work = [(0, rank) for rank in range(ranks)]
     counts: list[dict[int, int]] = []
@@ -337,13 +336,13 @@ def owners(shapes: tuple[tuple[int, int, int], ...], ranks: int) -> list[dict[in
 
 
 def _work(rows: int, columns: int) -> int:
-    """Proportional to the operations that a matrix takes."""
+    """A number proportional to the operations that a matrix takes."""
     small, large = sorted((rows, columns))
     return small * small * (2 * large + small)
 
 
 def _rounds(matrices: list[_Matrices], ranks: int) -> Iterator[list[_Bucket]]:
-    """Rounds, each with one bucket per rank; between its exchanges a rank orthogonalises its bucket.
+    """Rounds with one bucket per rank; a rank orthogonalises its bucket between the round's exchanges.
 
     The matrices that take the most work come first, so that the buckets of a round take about the same time.
     """
@@ -371,7 +370,7 @@ def _update_alone(matrices: list[_Matrices], dtype: torch.dtype, found_inf: Tens
 def _update_replicated(
     buckets: Sequence[_Bucket], ranks: Any, dtype: torch.dtype, found_inf: Tensor | None
 ) -> None:
-    """A round of matrices that every rank holds: each bucket's owner broadcasts what it orthogonalised."""
+    """Update matrices that every rank holds, in a round: each bucket's owner broadcasts its results."""
     rank = distributed.get_rank(ranks)
     members = [[*chain(*bucket)] for bucket in buckets]
     for each in chain(*members):
@@ -395,8 +394,8 @@ def _update_replicated(
 def _update_sharded(
     buckets: Sequence[_Bucket], shards: Any, replicas: Any, dtype: torch.dtype, found_inf: Tensor | None
 ) -> None:
-    """A round of matrices whose rows are spread over shards: each replica orthogonalises some of them, and
-    its ranks broadcast their rows to the ranks with the same rows."""
+    """Update matrices whose rows are sharded, in a round: each replica orthogonalises some of them, and each
+    of its ranks broadcasts its rows to the ranks with the same rows."""
     size, own = distributed.get_world_size(shards), distributed.get_rank(replicas) if replicas else 0
     by_replica = [buckets[begin : begin + size] for begin in range(0, len(buckets), size)]
     members = [[*chain(*chain(*of_replica))] for of_replica in by_replica]
@@ -417,8 +416,8 @@ def _update_sharded(
 def _orthogonal_rows(
     buckets: Sequence[_Bucket], shards: Any, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """This rank's rows of the orthogonalised matrices of a replica's buckets: rows go to a matrix's owner and
-    come back. One buffer, and views of it by matrix."""
+    """Orthogonalise a replica's buckets: rows go to the owner of their matrix and come back. Returns a buffer
+    of this rank's orthogonalised rows, and a view of it for each matrix."""
     rank, size = distributed.get_rank(shards), distributed.get_world_size(shards)
     members = [*chain(*chain(*buckets))]
     rows, row_updates = _buffer([each.parameter.shape for each in members], dtype, device)
@@ -453,7 +452,7 @@ def _buffer(
 
 
 def _held(rows: int, rank: int, ranks: int) -> int:
-    """How many of a sharded matrix's rows a rank holds, as DTensor cuts them; the last may hold none."""
+    """How many rows of a sharded matrix a rank holds, as DTensor cuts them; the last ranks may hold none."""
     share = -(-rows // ranks)
     return max(0, min(share, rows - rank * share))
 

@@ -1,4 +1,4 @@
-"""Orthogonalisation of matrices by Newton-Schulz iterations, those of equal shape together."""
+"""Orthogonalises matrices by Newton-Schulz iterations, with matrices of equal shape in one batch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b, c of the quintic a·X + b·XXᵀX + c·(XXᵀ)²X. It is steep at zero, so that small singular values grow
-fast, and ends between 0.7 and 1.2 instead of at 1 (kellerjordan.github.io/posts/muon)."""
+"""a, b, c of the quintic a·X + b·XXᵀX + c·(XXᵀ)²X. The polynomial is steep at zero, so small singular values
+grow fast. They end between 0.7 and 1.2 instead of at 1 (kellerjordan.github.io/posts/muon)."""
 STEPS, EPSILON = 5, 1e-7
 BATCH_ELEMENTS = 1 << 24
-"""Most elements in a batch, and most that a rank orthogonalises between two exchanges; a larger matrix is
-alone."""
+"""Most elements in a batch, and most that a rank orthogonalises between two exchanges. A larger matrix is
+a batch of its own."""
 
 
 def product_dtype(device: torch.device, in_bf16: bool = True) -> torch.dtype:
     """Type of Muon's products: bf16 if it is allowed and faster on the device, else fp32.
 
-    bf16 is precise enough for directions. With AVX-512 BF16, which every CPU with AMX has too,
-    the products of a CPU are four times as fast as in fp32; without it bf16 is emulated.
+    bf16 is precise enough for directions. A CPU with AVX-512 BF16, as every CPU with AMX, computes products
+    in bf16 four times as fast as in fp32; other CPUs emulate bf16.
     """
     if not in_bf16:
         return torch.float32
@@ -49,7 +49,7 @@ def orthogonalize(matrices: Sequence[Tensor], dtype: torch.dtype | None = None) 
     wide = [each.mT if flip else each for each, flip in zip(matrices, tall, strict=True)]
     parts = newton_schulz(_stacked(wide, dtype)).split(
         [len(each) for each in wide]
-    )  # unnamed, so that the first iteration frees the stack
+    )  # the stack has no name, so the first iteration frees it
     return [part.mT if flip else part for part, flip in zip(parts, tall, strict=True)]
 
 
@@ -67,7 +67,7 @@ def newton_schulz(x_nsl: Tensor) -> Tensor:
     Shapes: n matrices, s the smaller and l the larger side.
     """
     a, b, c = COEFFICIENTS
-    # the Frobenius norm bounds the spectral norm, and the iteration converges from at most 1
+    # the iteration converges if the spectral norm is at most 1; the Frobenius norm bounds it
     norms = torch.linalg.vector_norm(x_nsl, dim=(-2, -1), keepdim=True)
     x_nsl = x_nsl.div_(norms.clamp(min=EPSILON))
     for _ in range(STEPS):

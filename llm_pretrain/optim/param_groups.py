@@ -4,16 +4,16 @@
 width, b the base width at which the learning rates were tuned, and r = b / n. Inner sizes grow in proportion
 to n, and heads grow in number, not in size.
 
-- Hidden matrices (those of the layers): an output sums n products. At initialisation they are independent and
-  add up like sqrt(n), so the standard deviation of the entries is multiplied by sqrt(r). The entries of an
-  AdamW update have one size and signs that correlate with the inputs: the products add up like n, so the rate
-  is multiplied by r. `weight_decay` is multiplied by 1 / r, so that rate · weight_decay does not change
-  (arXiv:2405.13698).
+- Hidden matrices (those of the layers): an output sums n products. At initialisation the products are
+  independent and add up like sqrt(n), so the standard deviation of the entries is multiplied by sqrt(r). The
+  entries of an AdamW update have one size, and signs that correlate with the inputs. Their products add up
+  like n, so the rate is multiplied by r. `weight_decay` is multiplied by 1 / r, so that rate · weight_decay
+  does not change (arXiv:2405.13698).
 - Embedding and head: an embedding row is looked up, not summed, and does not change. The head sums n products
   into a logit, and its updates correlate with its inputs, so the logit needs a factor r. The final norm
-  applies that factor, so that the head may be tied to the embedding: its weight starts at r instead of 1, and
-  its rate is multiplied by r.
-- Router: scaled as a head whose outputs are experts; its entries and its rate are multiplied by r.
+  applies this factor, so that the head may be tied to the embedding: the norm's weight starts at r instead of
+  1, and the norm's rate is multiplied by r.
+- Router: scaled as a head whose outputs are experts. Its entries and its rate are multiplied by r.
 - Other norms act on one feature each and do not change.
 - Muon: the singular values of an update are rate · sqrt(max(1, out / in)) at any width, and those of a hidden
   matrix with entries multiplied by sqrt(r) stay near a constant times sqrt(out / in), so the rate does not
@@ -33,7 +33,7 @@ from llm_pretrain.config.tree import OptimizerConfig
 from llm_pretrain.model.decoder import Decoder
 
 Group = tuple[tuple[str, ...], dict[str, Any]]
-"""The key of a parameter's group, and the settings of that group."""
+"""The key of a parameter group, and the settings of this group."""
 
 
 def parameter_role(name: str, parameter: Tensor) -> Role:
@@ -48,7 +48,7 @@ def parameter_role(name: str, parameter: Tensor) -> Role:
 
 
 def initial_factor(name: str, parameter: Tensor, hidden_size: int, base_hidden_size: int | None) -> float:
-    """Factor on the standard deviation of a matrix or the initial value of a norm; 1 without a base."""
+    """Factor on a matrix's initial standard deviation or a norm's initial value; 1 without a base width."""
     ratio = (base_hidden_size or hidden_size) / hidden_size
     role = parameter_role(name, parameter)
     if role == "hidden":
@@ -57,7 +57,7 @@ def initial_factor(name: str, parameter: Tensor, hidden_size: int, base_hidden_s
 
 
 def adamw_factor(role: Role, hidden_size: int, base_hidden_size: int | None) -> float:
-    """Factor on the learning rate of a parameter that AdamW updates; 1 without a base."""
+    """Factor on the learning rate of a parameter that AdamW updates; 1 without a base width."""
     ratio = (base_hidden_size or hidden_size) / hidden_size
     return ratio if role in ("hidden", "router", "final norm") else 1.0
 
@@ -77,7 +77,7 @@ def parameter_groups(
     Args:
         model: Not wrapped yet.
         config: Settings of the optimizer.
-        own_group: Returns another group for a parameter of this role and name, or None.
+        own_group: Returns another group for a parameter with this role and name; None for AdamW's group.
     """
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():

@@ -13,8 +13,8 @@ from llm_pretrain.config.tree import Config
 def learning_rate(config: Config, step: int) -> float:
     """Learning rate of the step that follows `step` finished ones.
 
-    Linear warm-up to the peak over `warmup_steps`, then the schedule's shape; after the decay it stays at
-    `min_learning_rate`. `wsd` (warm-up, stable, decay; arXiv:2404.06395, section 4) holds the peak and
+    Linear warm-up to the peak over `warmup_steps`, then the schedule's shape. After the decay the rate stays
+    at `min_learning_rate`. `wsd` (warm-up, stable, decay; arXiv:2404.06395, section 4) holds the peak, and
     decays linearly over the last `decay_steps` steps of the run.
     """
     schedule, peak = config.schedule, config.optimizer.learning_rate
@@ -44,6 +44,6 @@ def decay_length(config: Config) -> int:
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
-    """Set every group's learning rate: `value` times the group's `lr_ratio`, which is 1 where it has none."""
+    """Set every group's learning rate: `value` times the group's `lr_ratio` (1 if the group has none)."""
     for group in optimizer.param_groups:
         group["lr"] = value * group.get("lr_ratio", 1.0)
