@@ -1,1 +1,1 @@
-"""Collectives, meshes, and what is sharded over them: parameters, sequences, experts, layers."""
+"""Collectives, meshes, and the sharding of parameters, sequences, experts and layers over meshes."""

@@ -101,7 +101,7 @@ def clip_over_meshes(parameters: list[Tensor], max_norm: float) -> Tensor:
     `_clip_grad_norm_dtensor_aware` does.
 
     Returns:
-        The norm before, 0-dim.
+        The norm before clipping, 0-dim.
     """
     trained: list[Any] = [each for each in parameters if each.grad is not None]
     norms: list[Any] = [
@@ -188,7 +188,7 @@ def rebound_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     yield
     parameters = dict(model.named_parameters())
     for group, own in zip(optimizer.param_groups, groups, strict=True):
-        # in a pipeline, those of this rank's stages
+        # in a pipeline, only the parameters of this rank's stages
         group["params"] = [parameters[name] for name in own if name in parameters]
 
 

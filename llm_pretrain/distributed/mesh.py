@@ -73,8 +73,8 @@ def cp_chunks(rank: int, ranks: int, length: int) -> list[tuple[int, int]]:
 class Meshes(NamedTuple):
     """What FSDP shards over, and the groups of ranks that share a micro batch.
 
-    Ranks that share a micro batch hold parts of one gradient, just as ranks with micro batches of their own
-    do. So FSDP shards over them too, and sums over all of them.
+    Ranks that share a micro batch hold parts of one gradient, just as ranks with different micro batches do.
+    So FSDP shards over ranks of both kinds, and adds the gradients of both.
     """
 
     shards: DeviceMesh | None = None

@@ -86,7 +86,7 @@ class Pipeline:
 
     Args:
         model: The whole model, on the meta device; it keeps the parts of this rank's stages.
-        config: The run's.
+        config: The run's configuration.
         place: Place of this rank.
         group: Group of the ranks of this pipeline.
         device: Device of this rank.
@@ -183,7 +183,7 @@ class Pipeline:
         The norm of the norms is taken in the order of the whole model's parameters, as without stages.
 
         Returns:
-            The norm before, 0-dim.
+            The norm before clipping, 0-dim.
         """
         from llm_pretrain.distributed.fsdp import clip_to_norm, gradient_norms
 

@@ -13,7 +13,7 @@ from llm_pretrain.optim.ema import keep_ema
 
 
 def build_optimizer(model: Decoder, config: OptimizerConfig, precision: str = "fp32") -> Optimizer:
-    """The optimizer that `config` names, over all parameters of the model; its module here has `build`.
+    """The optimizer that `config` names, over all parameters; `build` of the optimizer's module makes it.
 
     Args:
         model: Not wrapped yet.

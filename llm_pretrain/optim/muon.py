@@ -1,8 +1,8 @@
 """Muon for matrices and AdamW for everything else, in one optimizer.
 
-After github.com/KellerJordan/Muon. `torch.optim.Muon` computes the same for one two-dimensional matrix at a
-time; here matrices of equal shape are multiplied together, a three-dimensional parameter is a stack of
-matrices, and the ranks of a process group divide the matrices among them.
+The source is github.com/KellerJordan/Muon. `torch.optim.Muon` computes the same updates, but for one
+two-dimensional matrix at a time. Here matrices of equal shape are multiplied together, a three-dimensional
+parameter is a stack of matrices, and the ranks of a process group divide the matrices among themselves.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def build(model: Decoder, config: OptimizerConfig, precision: str) -> Muon:
 
 
 class Muon(Optimizer):
-    """Updates groups with `algorithm="muon"` by orthogonalised momentum, those with "adamw" by fused AdamW.
+    """Updates groups with `algorithm="muon"` by orthogonalised momentum, and groups with "adamw" by AdamW.
 
     A matrix W [out, in] with gradient G, at rate lr:
 
@@ -438,7 +438,7 @@ def _orthogonal_rows(
         for places, update in zip(held, orthogonalize(wholes, dtype), strict=True):
             for place, new in zip(places, update.split([each.shape[1] for each in places], 1), strict=True):
                 place.copy_(new)
-    distributed.all_to_all_single(rows, received, by_owner, by_holder, group=shards)  # the same way back
+    distributed.all_to_all_single(rows, received, by_owner, by_holder, group=shards)  # rows go back
     return rows, row_updates
 
 

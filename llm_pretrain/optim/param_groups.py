@@ -15,9 +15,9 @@ to n, and heads grow in number, not in size.
   1, and the norm's rate is multiplied by r.
 - Router: scaled as a head whose outputs are experts. Its entries and its rate are multiplied by r.
 - Other norms act on one feature each and do not change.
-- Muon: the singular values of an update are rate · sqrt(max(1, out / in)) at any width, and those of a hidden
-  matrix with entries multiplied by sqrt(r) stay near a constant times sqrt(out / in), so the rate does not
-  change.
+- Muon: an update has singular values of rate · sqrt(max(1, out / in)) at any width. The singular values of
+  a hidden matrix with entries multiplied by sqrt(r) stay near a constant times sqrt(out / in). So the rate
+  does not change.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def parameter_groups(
     """The model's parameters in groups with equal settings, in the order of the model.
 
     Weight decay applies to matrices (two or more dimensions), not to norms and biases. A group's `lr_ratio`
-    is its learning rate ÷ `optimizer.learning_rate`; a base width multiplies it by the factors of µP, above.
+    is its learning rate ÷ `optimizer.learning_rate`; with a base width, times the factors of µP (above).
 
     Args:
         model: Not wrapped yet.

@@ -118,7 +118,7 @@ def check_parameters(engine: Engine, model: Module, when: str, *, training: bool
     out.
 
     Args:
-        engine: The run's.
+        engine: The run's engine.
         model: Unwrapped.
         when: The moment of the comparison, for the message, such as "after initialisation".
         training: Whether training has changed the values since they were last compared.

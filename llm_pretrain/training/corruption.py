@@ -64,7 +64,7 @@ class Moment(NamedTuple):
     """A moment of a computation; a fault shows at this moment and at later ones, on other ranks too."""
 
     phase: int
-    """Forward, loss sums, backward, gradients added over ranks, clipped gradients."""
+    """`FORWARD`, `SUMS` (of losses), `BACKWARD`, `ADDED` (gradients over ranks) or `CLIPPED` (gradients)."""
     layer: int = 0
     """Layers finished in this phase."""
     part: int = 0
@@ -124,7 +124,7 @@ class CorruptionCheck:
 
     Args:
         decide: The run's decision on a step; its engine is prepared.
-        checkpoints, status: The run's.
+        checkpoints, status: Those of the run.
         warn: Prints a line on rank 0.
         flush: Writes the rows of all steps so far.
     """

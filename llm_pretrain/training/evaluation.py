@@ -217,7 +217,7 @@ class Samples:
 
     Args:
         config: Has the prompts and the number of tokens.
-        folder: The run's.
+        folder: The run's folder.
         store: Has the tokenizer.
         is_collective: Whether a forward pass is a collective; all ranks then make the same number of passes.
 

@@ -49,8 +49,8 @@ class KernelChoice:
     """What was checked and which kernels were replaced; recorded in the attempt's row of attempts.jsonl.
 
     Args:
-        checked: Devices of all ranks, versions and settings. An attempt with the same ones is not checked
-            again.
+        checked: Devices of all ranks, versions and settings. A later attempt with equal values is not checked
+        again.
         replaced: Setting -> the name that takes the place of `auto`.
         notes: A line for each kernel that failed.
         seconds: Duration of all checks, on the slowest rank; 0 if an earlier attempt's choice is used.

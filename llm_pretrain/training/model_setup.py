@@ -1,6 +1,6 @@
 """Builds the model of a configuration: kernels, `torch.compile`, FP8 and initial weights.
 
-Initial weights are random, or those of a folder (continued pretraining, upcycling to experts).
+Initial weights are random, or come from a folder (continued pretraining, upcycling to experts).
 """
 
 from __future__ import annotations
@@ -235,9 +235,9 @@ _SETTING_OF = {
 
 
 def load_initial_weights(model: Decoder, config: Config) -> list[str]:
-    """Replace the initial weights of `model` by those of the folder `model.init_from`, if it is set.
+    """Replace the initial weights of `model` by the weights in the folder `model.init_from`, if it is set.
 
-    Every rank reads the folder, one layer after another, and keeps its own parts. Values are converted to
+    Every rank reads the folder, one layer after another, and keeps its own shards. Values are converted to
     fp32. Dense weights initialise a mixture of experts by upcycling. Rows that pad the vocabulary to a
     multiple of 64 keep their random values; any other difference in the number of rows is an error.
 
@@ -420,7 +420,7 @@ def upcycle(
     names: Iterable[str],
     initial: Callable[[str], Tensor],
 ) -> None:
-    """Turn dense tensors in place into those of a mixture of experts that computes the same logits.
+    """Turn dense tensors, in place, into tensors of a mixture of experts that computes the same logits.
 
     I is an expert's width, and G = dense width ÷ I. Expert e is slice e mod G of the dense units. The G
     experts of a set, one per slice, have equal router rows, so the top K = t·G experts are the t best sets

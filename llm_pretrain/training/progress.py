@@ -63,7 +63,7 @@ class Progress:
         self.tokens_seen += num_loss_tokens
 
     def update(self, step: Step) -> None:
-        """Add a finished step whose metrics are on the host; called in the order of the steps."""
+        """Add a finished step whose metrics are on the host; call it in the order of the steps."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if step.skipped else 0
         self.digest = [a + b for a, b in zip(self.digest, step.digest, strict=True)]
         if step.loss is not None:

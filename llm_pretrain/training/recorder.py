@@ -45,7 +45,7 @@ class Recorder:
     the host does not wait for the GPU at every step. File, console and trackers exist on rank 0 only.
 
     Args:
-        config, engine, folder, progress: The run's.
+        config, engine, folder, progress: Those of the run.
         decision: The run's decision on a step.
         must_settle: Returns whether all steps must be recorded by the end of the step with this number, for
             an evaluation, a checkpoint or a check.
@@ -298,7 +298,7 @@ def parameters_sha256(model: Module, *, is_rank0: bool, pipeline: Pipeline | Non
         pipeline: The pipeline of which the model is a stage; None without one.
 
     Returns:
-        64 hexadecimal digits on rank 0; None on other ranks, and on all of them under DeepSpeed's ZeRO-3,
+        64 hexadecimal digits on rank 0; None on other ranks, and on all ranks under DeepSpeed's ZeRO-3,
         which leaves empty parameters in the module.
     """
     parameters = list(model.parameters())
@@ -326,12 +326,12 @@ def record_attempt(
     zlib_bits_per_byte: float | None,
     kernels: KernelChoice | None,
 ) -> None:
-    """Append this attempt's row to attempts.jsonl, then write its config.yaml; for rank 0.
+    """Append this attempt's row to attempts.jsonl, then write config.yaml; call it on rank 0 only.
 
     Args:
-        folder: The run's.
+        folder: The run's folder.
         config: Resolved.
-        engine: The run's.
+        engine: The run's engine.
         step: Optimizer steps done before the attempt.
         zlib_bits_per_byte: Compression of the validation text by zlib; None if unknown.
         kernels: Outcome of the kernels' check; None if nothing was checked.

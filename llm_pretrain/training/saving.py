@@ -52,7 +52,7 @@ class CheckpointManager:
     """Finds, restores and writes checkpoints and weights; methods that read or write files are collective.
 
     Args:
-        config, engine, folder, stores: The run's.
+        config, engine, folder, stores: Those of the run.
         status: Records the newest committed checkpoint.
     """
 
@@ -85,7 +85,7 @@ class CheckpointManager:
         return self.engine.scaler if self.engine.scaler.is_enabled() else None
 
     def attach(self, recorder: Recorder) -> None:
-        """Warn on the recorder's console, and sync its rows before each commit."""
+        """Warn on the recorder's console, and sync the recorder's rows to the disk before each commit."""
         self._warn, self._recorder = recorder.console.warning, recorder
 
     def find(self) -> ResumePoint | None:
@@ -97,7 +97,7 @@ class CheckpointManager:
         one, and lose what this start trained.
 
         Raises:
-            ConfigError: the run has checkpoints where `never` allows none, or later ones than the path.
+            ConfigError: the run has checkpoints although `never` is set, or checkpoints later than the path.
             CheckpointError: none is sound, or the one found is another run's.
         """
         resume, own_steps = self.config.checkpoint.resume, self.store.committed()
@@ -144,7 +144,7 @@ class CheckpointManager:
         return self._fingerprints | weight_changes_fingerprint(self.config, step)
 
     def progress(self, resume: ResumePoint | None) -> Progress:
-        """The run's progress at a checkpoint, or at its start; collective."""
+        """The run's progress at a checkpoint, or at the start of the run; collective."""
         if resume is None:
             return Progress()
         progress = Progress.resumed(

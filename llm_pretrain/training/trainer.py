@@ -374,7 +374,7 @@ def pretrain(config: Config, engine: Engine) -> int:
         The worker's exit code: 0 finished, 75 stopped by a signal after a clean save.
 
     Raises:
-        PretrainError: with the exit code of its kind, which `status.json` records too.
+        PretrainError: its kind decides the exit code, which `status.json` records too.
     """
     folder = RunFolder(config.run.folder)
     with SignalHandler(verbose=engine.rank == 0) as stop:
