@@ -50,7 +50,7 @@ class KernelChoice:
 
     Args:
         checked: Devices of all ranks, versions and settings. A later attempt with equal values is not checked
-        again.
+            again.
         replaced: Setting -> the name that takes the place of `auto`.
         notes: A line for each kernel that failed.
         seconds: Duration of all checks, on the slowest rank; 0 if an earlier attempt's choice is used.

@@ -38,8 +38,7 @@ class Progress:
         skipped_in_a_row: Skipped steps since the last one that moved the parameters.
         digest: Sums of the sample digests' eight words since the last row.
         wandb_id: Id of the run at Weights & Biases, which a resumed run continues.
-        evaluation_owed: Whether a stop signal ended this step's evaluation, so that the resumed run repeats
-        it.
+        evaluation_owed: Whether a stop signal ended this step's evaluation; the resumed run repeats it.
         evaluation: Metrics `eval/…` of the last evaluation, for the model card.
         evaluation_step: Step of that evaluation; None before the first one.
         best: The evaluation of the weights in `weights/best`; None without any.
