@@ -28,8 +28,8 @@ def keep_ema(optimizer: Optimizer, decay: float) -> None:
     average ← d · average + (1 - d) · parameter, with d = min(decay, (1 + t) / (10 + t)) and t the parameter's
     steps including this one. The average starts as the parameter after the first step. The smaller d of early
     steps (as in TensorFlow's ExponentialMovingAverage) make the average forget the start: at step t it covers
-    about the last t / 10 steps, up to 1 / (1 - decay) steps. A skipped step changes nothing, even
-    if the decision stays on the device (`found_inf`).
+    about the last t / 10 steps, up to 1 / (1 - decay) steps. A skipped step changes nothing, even if
+    the decision stays on the device (`found_inf`).
     """
     optimizer.defaults[DECAY] = decay
     for group in optimizer.param_groups:

@@ -19,7 +19,7 @@ class Decision:
 
     On a GPU the decision stays on the device if nothing on the host depends on it. The optimizer's kernel
     then reads `found_inf`, as under `GradScaler`, and updates no parameter, moment or step counter if it is
-    1. The recorder later reads many decisions at once. The recorded metrics are the same.
+    1. The recorder later reads many decisions at once. This changes no recorded metric.
 
     Args:
         config, engine, progress: The run's; the engine is prepared.
