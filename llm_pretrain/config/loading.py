@@ -112,8 +112,8 @@ def load_config(
 def from_dict(data: Mapping[str, Any]) -> Config:
     """The configuration of a (partial) tree of plain values; missing settings take their defaults.
 
-    It neither resolves a precision of `auto` (`resolve_precision` does) nor checks for contradictions
-    (`validate` does).
+    This function does not resolve a precision of `auto` (see `resolve_precision`) and does not look for
+    contradictions (see `validate`).
 
     Raises:
         ConfigError: unknown settings and wrong types.
@@ -130,7 +130,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def dump_yaml(config: Config, *, comments: bool = False) -> str:
-    """Writes the configuration as YAML, from which `--config` reads an equal one; `comments` explain it."""
+    """The configuration as YAML; `--config` reads it back to an equal one. `comments` adds documentation."""
     docs: dict[str, str] = {}
     if comments:
         for section, cls in field_types(Config).items():

@@ -53,7 +53,7 @@ class ChatTemplateError(DataError):
 
 
 class _TemplateProcess:
-    """The process that renders. The first conversation starts it; if it has ended, so does the next one."""
+    """The process that renders. The first conversation starts it, and the next one if it has ended."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -142,7 +142,7 @@ def encode_chat(
 
 
 def chat_prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Ids of a conversation and of the assistant's next header. Raises the errors of `encode_chat`."""
+    """Ids of a conversation and the header of the assistant's next turn. Raises like `encode_chat`."""
     encoder = _encoder(tokenizer)
     rendered = encoder.render(messages, None, datetime.datetime.now(), is_prompt=True)
     return encoder.encode(rendered)[0]

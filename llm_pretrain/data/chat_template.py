@@ -25,9 +25,10 @@ import jinja2.nodes
 import jinja2.sandbox
 
 MEMORY, MEMORY_PER_BYTE = 1 << 29, 64
-"""Memory that a request may use, in bytes: `MEMORY`, plus `MEMORY_PER_BYTE` for each of its bytes."""
+"""Bytes of memory that a request may use: `MEMORY`, plus `MEMORY_PER_BYTE` per byte of the request."""
 CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16
-"""Characters that its text may have, by the same rule: encoding a text takes many times its size."""
+"""Characters that a rendered text may have: `CHARACTERS`, plus `CHARACTERS_PER_BYTE` per byte of the request.
+Encoding a text takes many times its size."""
 
 _PRIVATE = range(0xF0000, 0xFFFFE)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -105,7 +106,7 @@ class ChatTemplate:
         return job.restored(job.text, job.assistant_spans(), most)
 
     def _job(self, messages: list[dict[str, Any]], tools: list[Any] | None, date: str) -> _Job:
-        """Drops null fields, as transformers does; if that fails, sets missing content to null, then ""."""
+        """Drops null fields like transformers. If rendering fails, sets missing content to null, then ""."""
         messages = [_with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages]
         variants = [messages]
         if any("content" not in message for message in messages):
@@ -117,7 +118,7 @@ class ChatTemplate:
 
 
 class _Job:
-    """Renders one conversation; placeholders stand for the special tokens in its messages meanwhile."""
+    """Renders one conversation, with placeholders for special tokens in its messages; then restores these."""
 
     def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, date: str):
         self._names, self._index, self._special = template.names, template.index, template.special
@@ -184,7 +185,7 @@ class _Job:
         """Returns the end of a marked span, or of the unmarked end token that directly follows the span.
 
         A span that ends in a special token, such as a tool call's, may be complete: only the token that ends
-        the conversation extends it, and only if its own token is neither that one nor EOS.
+        the conversation extends it, and only if the span's own token is neither that token nor EOS.
         """
         behind, own = self._special.match(self.text, end), self._closing_token(self.text, start, end)
         ends = self._last, self._variables.get("eos_token")
@@ -203,7 +204,7 @@ class _Job:
         start = self._start(turn)
         alone = self.render(self.messages[: turn + 1])  # the conversation up to this turn
         last = self._closing_token(alone, start)
-        end = last.end() if last else len(alone)  # no line break: the model does not generate it
+        end = last.end() if last else len(alone)  # a line break after the end token is not generated
         if start < end and self.text.startswith(alone[:end]):
             return start, end
         if last and self.text.startswith(alone[: last.start()]):  # in `self.text`, the turn lacks this token
@@ -279,7 +280,7 @@ class _Job:
         return {int(number): place for number, place in zip(parts[1::2], places, strict=False)}
 
     def restored(self, text: str, spans: Sequence[tuple[int, int]], most: int) -> dict[str, Any]:
-        """Replaces the placeholders in `text`, moves `spans` along; returns the dict of `rendered`."""
+        """Replaces placeholders by special tokens and moves `spans` along. Returns the dict of `rendered`."""
         parts: list[str] = []
         literal: set[tuple[int, int]] = set()
         ends, shifts, position, length = [0], [0], 0, 0
@@ -319,7 +320,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str, begin: str, end: str) -> Any:
-    """Compiles a template with transformers' globals and filters; generation blocks get `begin` and `end`."""
+    """Compiles a template with transformers' globals and filters, {% generation %} as `begin` … `end`."""
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}…{% endgeneration %}` around the assistant's turn."""

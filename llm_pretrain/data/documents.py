@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 EMPTY = "empty document"
-"""The only cause that is counted but never is an error."""
+"""The only cause that is never an error."""
 
 BROKEN = "truncated or damaged file"
 UNREADABLE = "unreadable file"

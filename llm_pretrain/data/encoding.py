@@ -78,7 +78,7 @@ class Encoder:
     """Parses and encodes batches of records with one tokenizer; each text gets BOS before it, EOS behind it.
 
     Documents with a hash below `threshold` are validation documents. With `fail_on_error`, the first bad
-    record ends a batch; else bad records are counted by cause. Empty documents are always only counted.
+    record ends a batch; else bad records are counted by cause. Empty documents are counted in both cases.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Encoder:
         return batch
 
     def _document(self, record: RawRecord, alone: bool) -> Document:
-        """Parses a record; a conversation becomes token ids. `alone` also tries to encode a text."""
+        """Parses a record; a conversation becomes token ids. `alone` also tries to encode its text."""
         document = parse_record(record, self._text_column)
         try:
             if document.messages is not None:
@@ -223,7 +223,7 @@ class Encoder:
 
 
 def _check_targets(document: Document) -> None:
-    """Raises RecordError for a document without a target; its first token is never predicted, so is none."""
+    """Raises RecordError for a document without a target; the first token, never predicted, cannot be one."""
     if document.input_ids is None:
         if not any(loss for _, loss in document.segments):
             raise RecordError(NO_TARGET, document.location, "expected a segment with loss, found none")

@@ -308,7 +308,7 @@ def _saved_files(folder: Path) -> list[Path] | None:
     """
     try:
         names = [each["filename"] for each in read_json(folder / "state.json")["_data_files"]]
-        return [folder / Path(name).name for name in names]  # no file elsewhere
+        return [folder / Path(name).name for name in names]  # only files in `folder`
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 

@@ -87,7 +87,7 @@ def pack(offsets: np.ndarray, sequence_length: int, packing: str) -> PackedIndex
     """Packs the documents whose tokens are [offsets[d], offsets[d + 1]) into sequences of `sequence_length`.
 
     `best_fit` splits only documents longer than a sequence and wastes almost nothing; `concat` fills
-    sequences one after another and splits documents where one ends; `pad` gives each piece its own sequence.
+    sequences in turn and splits documents where a sequence ends; `pad` gives each piece its own sequence.
     """
     parts = pack_in_parts(offsets, sequence_length, packing)
     columns = parts.piece_start(), parts.piece_length(), parts.sequence_offsets()

@@ -368,8 +368,8 @@ _KEPT = ("lock", "pid", MARKER)
 class Workspace:
     """Folder of an unfinished preparation; as a context manager, it holds the lock of `output`.
 
-    Attributes: `folder`; `state`: the last saved state, or None without one of this `fingerprint` (of inputs,
-    tokenizer and options). Raises OutputError if another process prepares the same output.
+    Attributes: `folder`; `state`: the last state saved with this `fingerprint` (of inputs, tokenizer and
+    options), or None. Raises OutputError if another process prepares the same output.
     """
 
     def __init__(self, output: Path, fingerprint: str):
@@ -481,7 +481,7 @@ class Workspace:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    """SHA-256 of a state. It detects a damaged or edited state, which could resume to a wrong store."""
+    """SHA-256 of a state. It detects a damaged or edited state, which could lead to a wrong store."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 

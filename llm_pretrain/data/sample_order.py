@@ -62,7 +62,7 @@ def _round_keys(purpose: str, seed: int, number: int) -> np.ndarray:
 
 
 def shuffled(purpose: str, seed: int, n: int, numbers: np.ndarray) -> np.ndarray:
-    """permutation(seed, number // n)[number % n] for each of `numbers` int64 [k]: an order for each epoch."""
+    """permutation(seed, number // n)[number % n] for each of `numbers` int64 [k]: an order per epoch."""
     epochs, inverse = np.unique(numbers // n, return_inverse=True)
     keys = np.stack([_round_keys(purpose, seed, epoch) for epoch in epochs.tolist()], axis=1)
     return permutation(n, numbers % n, keys[:, inverse])

@@ -261,7 +261,7 @@ class StoreWriter:
     """Writes a store into a temporary folder beside `path`; `commit` moves it there.
 
     Use as a context manager, which removes an uncommitted temporary folder but keeps a given `folder`.
-    `state` resumes an earlier writer in `folder`; StaleStateError is raised if the files do not match it.
+    `state` resumes an earlier writer in `folder`. Raises StaleStateError if files do not match `state`.
     """
 
     def __init__(

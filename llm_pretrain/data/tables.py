@@ -34,7 +34,7 @@ _CHAT = {"messages", "conversations", "tools"}
 
 
 def choose_columns(name: str, columns: Sequence[str], text_column: str) -> list[str]:
-    """Chooses the columns that form a document. Raises DataError if none do, or if one of them is double."""
+    """Chooses the columns that form a document. Raises DataError if none do, or one of them occurs twice."""
     for needed, optional in (((text_column,), ()), *_FORMS):
         if set(needed) <= set(columns):
             chosen = [*needed, *(column for column in optional if column in columns)]
@@ -116,7 +116,7 @@ def _parquet(file: BinaryIO, name: str, text_column: str) -> Iterator[Any]:
 
 
 def _ipc(file: BinaryIO, name: str, text_column: str) -> Iterator[Any]:
-    """Yields record batches of Arrow's file format (begins with ARROW1) or stream format, in needed columns.
+    """Record batches of Arrow's file format (begins with ARROW1) or stream format, with the needed columns.
 
     It validates the batches: pyarrow follows offsets of a damaged file beyond the end of the memory.
     """

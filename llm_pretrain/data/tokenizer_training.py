@@ -284,9 +284,9 @@ MIN_CHARACTER_VOCAB = 256 + len(SPECIAL_TOKENS)
 
 
 def build_character(texts: Iterable[str], vocab_size: int | None) -> tuple[dict[str, Any], None]:
-    """Returns (tokenizer.json, None) with a token per character of `texts`; `vocab_size` drops rare ones.
+    """(tokenizer.json, None) with a token per character of `texts`; `vocab_size` keeps the most frequent.
 
-    Other characters are encoded as UTF-8 bytes. Raises ConfigError if `vocab_size` has no room for any.
+    Other characters are encoded as UTF-8 bytes. Raises ConfigError if `vocab_size` has no room for one.
     """
     if vocab_size is not None and vocab_size <= MIN_CHARACTER_VOCAB:
         raise ConfigError(
@@ -404,7 +404,7 @@ _TRAINER = {
 
 
 def train_sentencepiece(blocks: Iterator[str], vocab_size: int, model_type: str) -> bytes:
-    """Trains a serialised `ModelProto` that alters no text. Raises DataError for an impossible size."""
+    """Trains a model that alters no text; returns a `ModelProto`. Raises DataError for an impossible size."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -453,8 +453,8 @@ def read_pieces(model: bytes) -> Pieces:
 def build_sentencepiece_bpe(blocks: Iterator[str], vocab_size: int) -> tuple[dict[str, Any], bytes]:
     """Returns (tokenizer.json, tokenizer.model) with exactly `vocab_size` ids; both encode alike.
 
-    SentencePiece merges two adjacent symbols if together they are a piece: the piece of the best score first,
-    the leftmost first if equal. The `tokenizers` library merges listed pairs in list order. So the list has
+    SentencePiece merges adjacent symbols whose concatenation is a piece: the best-scored piece first, and the
+    leftmost of equal ones first. The `tokenizers` library merges listed pairs in list order. So the list has
     every split of a piece into two pieces, by descending score of the piece. Raises DataError.
     """
     model = train_sentencepiece(blocks, vocab_size, "bpe")
@@ -480,9 +480,8 @@ def build_sentencepiece_bpe(blocks: Iterator[str], vocab_size: int) -> tuple[dic
 def _cuts(piece: str) -> list[int]:
     """Positions to cut a piece in two, in an order that puts the leftmost of overlapping merges first.
 
-    Merges overlap if adjacent symbols x, y, z have x + y = y + z = piece. Then y is a border of the piece
-    (prefix and suffix), and the left merge cuts at len(x). Cuts ascend, unless only the shorter of the two
-    borders exists.
+    Two merges overlap if adjacent symbols have x + y = y + z = piece: y is a border, a prefix and suffix of
+    the piece. The left merge cuts at len(x). Cuts ascend, unless only the shorter of the two borders exists.
     """
     length = len(piece)
     cuts = list(range(1, length))
@@ -522,7 +521,7 @@ otherwise the `tokenizers` library would match them to the reserved pieces.
 
 
 def build_sentencepiece_unigram(blocks: Iterator[str], vocab_size: int) -> tuple[dict[str, Any], bytes]:
-    """As `build_sentencepiece_bpe`, for a unigram model. Raises DataError."""
+    """Returns (tokenizer.json, tokenizer.model) with exactly `vocab_size` ids; both encode alike."""
     model = _with_exact_scores(train_sentencepiece(blocks, vocab_size, "unigram"))
     pieces = read_pieces(model)
     content = tokenizer_json(

@@ -90,7 +90,7 @@ class Tokenizer:
             ) from error
 
     def _check_spec(self) -> None:
-        """Refuses random ids, and text growth for which the library would need more memory than there is."""
+        """Refuses random ids, and text growth at which the library, out of memory, would end the process."""
         file = self.folder / "tokenizer.json"
         if dropout := self._spec["model"].get("dropout"):
             raise DataError(
@@ -158,7 +158,7 @@ class Tokenizer:
                 return
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens. Raises DataError if the tokenizer cannot."""
+        """Token ids of each text, without special tokens. Raises DataError if a text cannot be encoded."""
         if self._segmenter is None:
             return self._encode(texts)
         segments = [self._segmenter.findall(text) for text in texts]
@@ -331,7 +331,7 @@ def components(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _growth(component: dict[str, Any]) -> float:
-    """Bound of the factor by which a component lengthens a text. They multiply: 40 `a` → `aa` give 2^40."""
+    """Bound of the factor by which a component lengthens text. Factors multiply: 40 `a` → `aa` give 2^40."""
     if component["type"] == "ByteLevel":
         return 2.0  # a byte above 127 becomes a character of two bytes
     if component["type"] == "Precompiled":
