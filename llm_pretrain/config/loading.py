@@ -238,7 +238,7 @@ def settings() -> dict[str, Any]:
 
 
 def named_settings(lines: Iterable[str]) -> set[str]:
-    """The settings that messages mention; all fields of a section where a message is about the section."""
+    """The settings that messages mention; a message about a section mentions all fields of the section."""
     named: set[str] = set()
     for line in lines:
         named.update(re.findall(r"\b[a-z]+\.\w+", line))

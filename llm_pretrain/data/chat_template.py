@@ -118,7 +118,7 @@ class ChatTemplate:
 
 
 class _Job:
-    """Renders one conversation, with placeholders for special tokens in its messages; then restores these."""
+    """Renders one conversation: puts placeholders for special tokens in messages, renders, restores them."""
 
     def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, date: str):
         self._names, self._index, self._special = template.names, template.index, template.special
@@ -320,7 +320,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str, begin: str, end: str) -> Any:
-    """Compiles a template with transformers' globals and filters, {% generation %} as `begin` … `end`."""
+    """Compiles a template as transformers does; writes `begin` and `end` around {% generation %} blocks."""
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}…{% endgeneration %}` around the assistant's turn."""

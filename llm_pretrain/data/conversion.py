@@ -346,7 +346,7 @@ class _Reader:
 
 
 def _threshold(reader: _Reader, files: Sequence[DocumentFile], fraction: float) -> int:
-    """Hash limit of validation documents; no split is empty unless `fraction` is 0 or all hashes equal."""
+    """Hash below which documents are validation; no split is empty if `fraction` > 0 and hashes differ."""
     parts = [batch.hashes() for batch in reader.batches(files)]
     hashes = np.concatenate([np.zeros(0, dtype=np.uint64), *parts])
     threshold = int(fraction * HASHES)

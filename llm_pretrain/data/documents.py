@@ -46,7 +46,7 @@ class RawRecord:
 
 
 class RecordError(Exception):
-    """A record that cannot be trained on; `cause` is the category under which such records are counted."""
+    """A record that cannot be trained on; `cause` is its category in counts, `str()` gives the message."""
 
     def __init__(self, cause: str, location: str, detail: str):
         self.cause = cause
@@ -119,7 +119,7 @@ def parse_record(record: RawRecord, text_column: str = "text") -> Document:
     if record.kind == "text":
         return _text_document(location, ((text, True),))
     try:
-        fields = json.loads(text.removeprefix("\ufeff").rstrip("\r\n"))  # a break would hide a cut string
+        fields = json.loads(text.removeprefix("\ufeff").rstrip("\r\n"))  # line breaks would hide a cut string
     except (ValueError, RecursionError) as error:
         found = str(error) or "nesting too deep"
         if isinstance(error, json.JSONDecodeError):

@@ -192,9 +192,9 @@ class Source:
 def find_sources(inputs: Sequence[str], split: str | None = None) -> list[Source]:
     """Finds every file and hub data set of `inputs`; files of a folder or pattern are sorted by path.
 
-    A data set saved in splits, or a hub data set that names no split, gives only `split` (`train` if None). A
-    file that occurs again, under any name, or is no regular file gets a `fault`. Raises DataError for a path
-    that does not exist, a folder or pattern without files, an archive, and a `split` that no input has.
+    A data set saved in splits, or a hub data set that names no split, gives only `split` (`train` if None).
+    Repeated files, under any name, and paths that are not regular files get a `fault`. Raises DataError for a
+    path that does not exist, a folder or pattern without files, an archive, and a `split` that no input has.
     """
     sources = []
     for index, entry in enumerate(inputs):

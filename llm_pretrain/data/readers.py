@@ -43,7 +43,7 @@ _COMPRESSED_BYTES = 1 << 12
 
 
 def open_binary(path: Path, compression: str) -> Any:
-    """Opens a file of decompressed bytes. A truncated or empty compressed file raises one of `DAMAGE`."""
+    """Opens a file to read it decompressed. A truncated or empty compressed file raises one of `DAMAGE`."""
     open_plain(path).close()  # a pipe that has taken the file's place would never end
     if compression and not path.stat().st_size:
         raise EOFError("found no bytes, which no compressed file is")

@@ -521,7 +521,7 @@ otherwise the `tokenizers` library would match them to the reserved pieces.
 
 
 def build_sentencepiece_unigram(blocks: Iterator[str], vocab_size: int) -> tuple[dict[str, Any], bytes]:
-    """Returns (tokenizer.json, tokenizer.model) with exactly `vocab_size` ids; both encode alike."""
+    """(tokenizer.json, tokenizer.model) with exactly `vocab_size` ids, encoding alike. Raises DataError."""
     model = _with_exact_scores(train_sentencepiece(blocks, vocab_size, "unigram"))
     pieces = read_pieces(model)
     content = tokenizer_json(

@@ -90,7 +90,7 @@ class Tokenizer:
             ) from error
 
     def _check_spec(self) -> None:
-        """Refuses random ids, and text growth at which the library, out of memory, would end the process."""
+        """Refuses dropout (random ids) and text growth at which the library runs out of memory and aborts."""
         file = self.folder / "tokenizer.json"
         if dropout := self._spec["model"].get("dropout"):
             raise DataError(
@@ -137,9 +137,9 @@ class Tokenizer:
         self.tool_template = _chat_template(self.folder, "tool_use")
 
     def check_named_tokens(self) -> None:
-        """Raises DataError, with file, key and token, for a token that tokenizer.json lacks.
+        """Raises DataError, with file, key and token, if other files name a token that tokenizer.json lacks.
 
-        transformers would add such a token from the other files; here it would stay text.
+        transformers would add such a token; here it would stay text.
         """
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         for file in (self.folder / "tokenizer_config.json", self.folder / "special_tokens_map.json"):
