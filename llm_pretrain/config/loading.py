@@ -35,7 +35,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 PRESETS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), _PACKAGE)
 """Folder of the presets: in the installed package, or in the checkout."""
 _LAUNCHER_OPTIONS = ("local-rank", "local_rank")
-"""Appended by `torch.distributed.launch` and DeepSpeed's launcher; ignored, since LOCAL_RANK is set too."""
+"""`torch.distributed.launch` and DeepSpeed append these; we ignore them, since LOCAL_RANK is set too."""
 _EXAMPLES = {
     "data.sources": "'[{store: FOLDER, weight: 1}, ...]'",
     "data.weight_changes": "'[{step: N, weights: [1, 2]}, ...]'",
@@ -57,11 +57,11 @@ def load_config(
 ) -> Config:
     """The configuration that a command line asks for, its precision resolved.
 
-    Later files override earlier ones, setting by setting, and options override all files. What a preset chose
-    for a longer run or a higher learning rate than the user's is scaled, with a note on standard error.
+    Later files override earlier ones, setting by setting, and options override all files. Preset values that
+    contradict a shorter run or a lower learning rate of the user are scaled, with a note on standard error.
 
     Args:
-        argv: Arguments without the program's name; None takes those of the process.
+        argv: Arguments without the program's name; None takes the arguments of the process.
         prog: Program name in the help.
         needs_data: Whether `data.sources` must name a store.
         has_bf16: Whether a precision of `auto` becomes bf16; None asks this machine.
@@ -89,7 +89,7 @@ def load_config(
         line.problems += problems + wrong
     _merge(tree, line.options)
     for note in _scale_preset(tree, preset, own | _names(line.options)):
-        if world_size is None and os.environ.get("RANK", "0") == "0":  # else another process says it
+        if world_size is None and os.environ.get("RANK", "0") == "0":  # else another process prints the note
             print(f"note: {note}", file=sys.stderr)
     config = resolve_precision(build(Config, tree), has_bf16)
     if line.wants_print and not line.problems:
@@ -112,8 +112,8 @@ def load_config(
 def from_dict(data: Mapping[str, Any]) -> Config:
     """The configuration of a (partial) tree of plain values; missing settings take their defaults.
 
-    A precision of `auto` stays (see `resolve_precision`), and contradictions are not looked for
-    (see `validate`).
+    This function does not resolve a precision of `auto` (see `resolve_precision`) and does not look for
+    contradictions (see `validate`).
 
     Raises:
         ConfigError: unknown settings and wrong types.
@@ -130,7 +130,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def dump_yaml(config: Config, *, comments: bool = False) -> str:
-    """The configuration as YAML that `--config` reads back to an equal one; optionally with documentation."""
+    """The configuration as YAML; `--config` reads it back to an equal one. `comments` adds documentation."""
     docs: dict[str, str] = {}
     if comments:
         for section, cls in field_types(Config).items():
@@ -158,8 +158,8 @@ def resolve_model(config: Config, tokenizer_size: int) -> Config:
 
 
 def compiles(config: Config, world_size: int = 1, *, on_gpu: bool) -> bool:
-    """Whether layers are compiled: as configured; `auto` on a GPU, but not under DeepSpeed, nor where a
-    pipeline's schedule splits backward passes."""
+    """Whether layers are compiled; `auto` compiles them on a GPU, except under DeepSpeed and with a pipeline
+    schedule that splits backward passes."""
     if config.training.compile == "auto":
         distributed = config.distributed
         splits_backward = distributed.splits_backward and distributed.mesh(world_size).pp > 1
@@ -180,10 +180,10 @@ def resolve_precision(config: Config, has_bf16: bool | None = None) -> Config:
 
 
 def multiplies_in_bf16() -> bool:
-    """Whether the GPU, or without one the CPU, has bf16 products in hardware; emulation does not count.
+    """Whether the GPU, or the CPU if there is no GPU, has bf16 products in hardware, not in emulation.
 
-    `_is_mkldnn_bf16_supported` alone is true of every x86 CPU with AVX-512, where oneDNN converts to fp32
-    and back and is slower than fp32. On Arm it checks for the bf16 instructions themselves.
+    `_is_mkldnn_bf16_supported` alone is not enough on x86: it is true of every CPU with AVX-512, where oneDNN
+    converts to fp32 and back, slower than fp32. On Arm, the function checks for the bf16 instructions.
     """
     import torch
 
@@ -197,9 +197,9 @@ def multiplies_in_bf16() -> bool:
 
 
 def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) -> list[str]:
-    """Every impossible value and contradiction in `config`, one line each, beginning with the setting.
+    """Lists impossible values and contradictions in `config`, one line each, which begins with the setting.
 
-    A contradiction with a number that is out of range is left out.
+    It leaves out contradictions that mention a setting whose number is out of range.
 
     Args:
         config: A configuration whose fields have their types.
@@ -218,7 +218,7 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
 
 
 def shape_problems(model: ModelConfig) -> list[str]:
-    """Problems of a shape that was read from a foreign file: wrong types, and values impossible anywhere."""
+    """Problems of a model shape that was read from a foreign file: wrong types, or else impossible values."""
     wrong_types = [
         line
         for name, kind in field_types(ModelConfig).items()
@@ -238,7 +238,7 @@ def settings() -> dict[str, Any]:
 
 
 def named_settings(lines: Iterable[str]) -> set[str]:
-    """The settings that messages mention; all fields of a section where a message is about the section."""
+    """The settings that messages mention; a message about a section mentions all fields of the section."""
     named: set[str] = set()
     for line in lines:
         named.update(re.findall(r"\b[a-z]+\.\w+", line))
@@ -250,7 +250,7 @@ def named_settings(lines: Iterable[str]) -> set[str]:
 
 
 def unknown_setting(name: str, origin: str = "") -> str:
-    """The message about a setting that does not exist, with the most similar one that does."""
+    """The message about a setting that does not exist; it names the most similar setting that exists."""
     known = [*settings(), *field_types(Config)]
     name = printable(name)
     plain = name.replace("-", "_")
@@ -266,12 +266,12 @@ def unknown_setting(name: str, origin: str = "") -> str:
 
 
 def check_tree(data: object, origin: str = "") -> tuple[_Tree, list[str]]:
-    """The settings of `data` that have their types, and one line for each problem of the others.
+    """The settings of `data` with correct types, and one line for each problem of the others.
 
     Args:
         data: Content of a configuration file: a mapping of sections, each a mapping of fields. A section
             without fields may be null.
-        origin: File that it was read from, for the messages.
+        origin: File that `data` was read from, for the messages.
     """
     sections = {} if data is None else data
     if not isinstance(sections, Mapping):
@@ -315,7 +315,7 @@ class _CommandLine:
 
 
 def _read_command_line(arguments: list[str]) -> _CommandLine:
-    """Split a command line. argparse would stop at the first problem and accept abbreviated names."""
+    """Splits a command line. argparse would stop at the first problem and accept abbreviated names."""
     line = _CommandLine()
     rest = list(reversed(arguments))
     while rest:
@@ -361,7 +361,7 @@ def _read_option(line: _CommandLine, name: str, text: str | None) -> None:
 
 
 def _read_value(kind: Any, text: str) -> Any:
-    """The value of an option's text; text stays text where a text is expected."""
+    """Reads the value of an option from its text; a setting of type text takes the text as it is."""
     if check_value("", kind, text) == []:
         return None if text in ("null", "~") and NoneType in get_args(kind) else text
     try:
@@ -395,7 +395,7 @@ def _read_file(name: str) -> tuple[Any, str, list[str]]:
 
 
 def _merge(tree: _Tree, other: Mapping[str, Mapping[str, Any]]) -> None:
-    """Override the settings of `tree` by those of `other`; a list is replaced as a whole."""
+    """Replaces settings of `tree` by the settings in `other`; a list is replaced as a whole."""
     for section, fields in other.items():
         tree.setdefault(section, {}).update(fields)
 
@@ -409,16 +409,16 @@ _SHARES = {
     "training.max_steps": ("schedule.warmup_steps", "schedule.decay_steps"),
     "optimizer.learning_rate": ("schedule.min_learning_rate",),
 }
-"""Setting -> those that a preset chooses as a share of it."""
+"""Setting -> other settings, whose values a preset chooses as a share of its value."""
 
 
 def _scale_preset(tree: _Tree, preset: _Tree, own: set[str]) -> list[str]:
-    """Scale a preset's shares in `tree` where the user's smaller value contradicts them; one note for each.
+    """Scales a preset's shares in `tree` if the user's smaller value contradicts them; returns a note each.
 
     Args:
         tree: All settings.
-        preset: Those that presets contain.
-        own: Names of those whose value is not a preset's.
+        preset: The settings in presets.
+        own: Names of the settings whose value does not come from a preset.
     """
     contradicted = {line.partition(":")[0] for line in build(Config, tree).check_schedule()}
     notes = []

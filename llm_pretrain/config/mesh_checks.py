@@ -11,7 +11,7 @@ from llm_pretrain.config.tree import Config
 
 
 def check_mesh(config: Config, world_size: int) -> Iterator[str]:
-    """One line for each reason why so many processes, or this model, cannot have the mesh."""
+    """Yields one line for each reason why the mesh does not fit `world_size` processes or the settings."""
     yield from config.distributed.check(world_size)
     sizes = config.distributed.mesh(world_size)
     if config.distributed.ep_size > 1 and config.distributed.strategy == "fsdp":
@@ -43,7 +43,7 @@ def _check_experts(config: Config, sizes: MeshSizes) -> Iterator[str]:
 
 
 def _check_divided(config: Config, sizes: MeshSizes) -> Iterator[str]:
-    """What cannot be combined with sequences or layers that are divided over ranks."""
+    """Yields problems of settings that cannot be combined with sequences or layers divided over ranks."""
     axes = " and ".join(f"distributed.{axis}_size" for axis in ("cp", "tp", "pp") if getattr(sizes, axis) > 1)
     for name in ("hidden_dropout", "attention_dropout"):
         if value := getattr(config.model, name):
@@ -71,11 +71,11 @@ def _check_divided(config: Config, sizes: MeshSizes) -> Iterator[str]:
 
 
 def _check_matrices(config: Config, ranks: int) -> Iterator[str]:
-    """What matrices that are divided over `tp_size` ranks need, and what cannot use them."""
+    """Yields sizes that `tp_size` must divide but does not, and settings that do not support it."""
     model = config.model
     moe_layers = len(model.moe_layers)
     divided = {
-        "num_key_value_heads": model.num_key_value_heads,  # of which the query heads are a multiple
+        "num_key_value_heads": model.num_key_value_heads,  # the query heads are a multiple of this
         "intermediate_size": model.intermediate_size if moe_layers < model.num_hidden_layers else 0,
         "n_shared_experts * expert width": model.n_shared_experts * model.expert_intermediate_size,
         "vocab_size": model.vocab_size or 0,
@@ -99,7 +99,7 @@ def _check_matrices(config: Config, ranks: int) -> Iterator[str]:
 
 
 def _check_pipeline(config: Config, sizes: MeshSizes) -> Iterator[str]:
-    """What cannot be combined with layers that are divided over the stages of a pipeline."""
+    """Yields problems of settings that cannot be combined with the stages of a pipeline."""
     distributed, training = config.distributed, config.training
     schedule, stages = distributed.pp_schedule, distributed.num_stages
     with_pp = f"with distributed.pp_size {sizes.pp}"

@@ -1,4 +1,4 @@
-"""What each optimizer declares of itself, for all that depends on it."""
+"""What each optimizer keeps, needs and refuses; checks, memory forecasts and messages read it here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 Role = Literal["embedding", "hidden", "router", "final norm", "norm"]
 """Role of a parameter: `embedding` is the embedding or the head, `hidden` a matrix of a layer or a stack."""
 Feature = Literal["rows of experts", "tp", "pp", "deepspeed", "average"]
-"""What an optimizer may refuse: experts whose rows several ranks share, axes, a strategy, `ema_decay`."""
+"""What an optimizer may refuse: experts with rows on several ranks, mesh axes, a strategy, `ema_decay`."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Declaration:
     """What an optimizer keeps, needs and refuses.
 
     Args:
-        title: Its name in texts.
-        moments: Tensors of a parameter's shape in its state, by role; 2 for a role without an entry.
-        matrix_rate: The setting of its own with the learning rate of the layers' matrices, if there is one.
-        needs_whole_matrices: Whether ranks exchange the layers' matrices, to compute with whole ones.
-        refuses: What it cannot be combined with, and why: the end of the message.
+        title: Name of the optimizer in texts.
+        moments: Number of state tensors with the parameter's shape, by role; 2 for a role without an entry.
+        matrix_rate: Separate setting for the learning rate of the layers' matrices, if there is one.
+        needs_whole_matrices: Whether ranks exchange the layers' matrices, to compute with whole matrices.
+        refuses: Features that the optimizer refuses, each with the end of the message: the reason.
     """
 
     title: str
@@ -58,14 +58,14 @@ _CLASS = Declaration(
 
 
 def declaration(name: str) -> Declaration:
-    """What the optimizer declares that `optimizer.name` names."""
+    """The declaration of the optimizer that `optimizer.name` names."""
     return OPTIMIZERS.get(name, _CLASS)
 
 
 def refusal(name: str, feature: Feature, where: str, advice: str = "") -> list[str]:
     """The message about an optimizer that refuses `feature`; empty if it does not.
 
-    `where` and `advice` are the message's words for the feature and for what else to do.
+    In the message, `where` describes the feature, and `advice` says what else to do.
     """
     refuses = declaration(name).refuses
     if feature not in refuses:

@@ -16,7 +16,7 @@ from llm_pretrain.errors import printable
 
 NoneType = type(None)
 LARGEST_INTEGER, LARGEST_FLOAT = (1 << 31) - 1, 1e12
-"""Bounds of fields without `Range.le`: products of two still fit 64 bits, and squares a float."""
+"""Bounds of fields without `Range.le`: a product of two integers fits 64 bits, a square fits a float."""
 T = TypeVar("T")
 
 
@@ -59,14 +59,14 @@ Fraction = Annotated[float, Range(ge=0, lt=1)]
 
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Field name to type, without metadata, of a dataclass."""
+    """Maps the field names of a dataclass to their types, without metadata."""
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 @functools.cache
 def _field_ranges(cls: type) -> dict[str, Range]:
-    """Field name to range, of a dataclass."""
+    """Maps the field names of a dataclass (or the arguments of a function) to their ranges."""
 
     def range_of(hint: Any) -> Range | None:
         metadata = getattr(hint, "__metadata__", None)
@@ -78,7 +78,7 @@ def _field_ranges(cls: type) -> dict[str, Range]:
 
 
 def check_ranges(cls: Any, values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """One line for each number that is outside of the range that the dataclass or function `cls` gives it."""
+    """Yields one line for each number outside of its range in the dataclass or function `cls`."""
     for field, value in values.items():
         entries = enumerate(value) if isinstance(value, list) else ()
         for name, each in [(field, value), *((f"{field}[{i}]", entry) for i, entry in entries)]:
@@ -91,7 +91,7 @@ def check_ranges(cls: Any, values: Mapping[str, Any], prefix: str) -> Iterator[s
 
 
 def check_value(name: str, kind: Any, value: object, origin: str = "") -> list[str]:
-    """One line for each problem of the plain value `value` of setting `name`; none if it has the type `kind`.
+    """One line for each problem of setting `name`; no line if its plain value `value` has the type `kind`.
 
     Args:
         origin: File that the value was read from, for the messages.
@@ -209,7 +209,7 @@ def in_file(origin: str) -> str:
 
 @functools.cache
 def documentation(cls: type) -> tuple[str, dict[str, str]]:
-    """First line of a dataclass's docstring, and field to its text under `Args:`."""
+    """The first line of a dataclass's docstring, and the text of each field under `Args:`."""
     docstring = inspect.cleandoc(cls.__doc__ or "")
     arguments = textwrap.dedent(docstring.partition("\nArgs:\n")[2].partition("\n\n")[0])
     parts = re.split(r"(?m)^(\w+): ", arguments)[1:]

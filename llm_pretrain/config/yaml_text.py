@@ -17,10 +17,10 @@ from yaml.composer import ComposerError
 from llm_pretrain.files import read_plain
 
 MAX_BYTES = 1 << 18
-"""Largest size of a settings file, a hundred times that of the longest preset."""
+"""Largest size of a settings file in bytes: a hundred times the size of the longest preset."""
 MAX_VALUES = 10_000
-"""Largest number of values in a text, with aliases expanded: a few lines of aliases to aliases can expand to
-billions of values, which would take all memory to compare or print."""
+"""Largest number of values in a text, with aliases expanded. A few lines of aliases to aliases can expand to
+billions of values; to compare or print these would take all memory."""
 MAX_DEPTH = 32
 """Levels of nesting; far below Python's recursion limit."""
 
@@ -52,7 +52,7 @@ class _Reader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """PyYAML composes the node; values and levels are counted, to stop before more text is read."""
+        """Lets PyYAML compose the node; counts values and levels, to stop before more text is read."""
         mark, is_alias, before = self.peek_event().start_mark, self.check_event(yaml.AliasEvent), self._values
         self._depth += 1
         if self._depth > MAX_DEPTH:
@@ -69,7 +69,7 @@ class _Reader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge keys (`<<`) are not part of YAML 1.2."""
+        """Does nothing: merge keys (`<<`) are not part of YAML 1.2."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -139,8 +139,8 @@ def read_settings_text(path: str | Path) -> str:
     """The text of a settings file; never blocks, and reads at most `MAX_BYTES`.
 
     Raises:
-        OSError: it cannot be read, is no plain file (opening a pipe would block), or is too large.
-        ValueError: not UTF-8, or a path that no file can have.
+        OSError: the file cannot be read, is no plain file (opening a pipe would block), or is too large.
+        ValueError: the file is not UTF-8, or no file can have this path.
     """
     content = read_plain(path, MAX_BYTES)
     return content.decode("utf-8").removeprefix("\ufeff")
@@ -163,7 +163,7 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(sections: Mapping[str, Mapping[str, Any]], comments: Mapping[str, str] | None = None) -> str:
-    """Two levels of settings as block YAML that `read_yaml` reads back to the same values.
+    """Writes two levels of settings as block YAML, from which `read_yaml` reads equal values.
 
     Args:
         comments: Text to write above a section (`run`) or a setting (`run.name`).

@@ -19,14 +19,14 @@ from llm_pretrain.errors import DataError
 
 
 def digest_head(slot: int, store: TokenStore, sequence: int) -> bytes:
-    """Start of a sample's digest: slot in the global batch, store hash, sequence number in the store."""
+    """The bytes hashed first for a sample: its slot in the global batch, store hash, sequence number."""
     return f"{slot}/{store.hash}/{sequence}/".encode()
 
 
 class Contents:
-    """Buffer of B samples from which each is hashed with one call.
+    """Buffer of B samples in one array, laid out so that one call hashes a sample.
 
-    The caller fills in `input_ids` and `labels` int32 [B, S]; labels are shifted, and -100 where masked.
+    The caller fills in `input_ids` and `labels`, int32 [B, S]. Labels are shifted, and are -100 where masked.
     """
 
     def __init__(self, samples: int, sequence_length: int):
@@ -37,7 +37,7 @@ class Contents:
         self.labels = self._words[:, sequence_length : 2 * sequence_length]
 
     def digests(self, heads: Sequence[bytes], loss_mask: np.ndarray) -> np.ndarray:
-        """SHA-256 of each sample as eight words, int64 [B, 8]; `heads` come from `digest_head`."""
+        """Returns the SHA-256 of each sample as eight words, int64 [B, 8]; `digest_head` makes `heads`."""
         data = self._words.view(np.uint8)
         data[:, self._mask_start : self._size] = np.packbits(loss_mask, axis=1)
         rows, stride = data.reshape(-1).data, data.shape[1]
@@ -60,11 +60,11 @@ class PackedSource:
 
 @dataclass(slots=True)
 class Gathered:
-    """The concatenated rows of a micro batch; padding counts as the last piece of its row.
+    """The rows of a micro batch, concatenated; the padding of a row counts as its last piece.
 
-    Per token: `tokens` [2, B·S], input ids and labels (read-only, of the store's type), `loss_mask` bool
-    [B·S] and `positions` int64 [B·S], counted from the start of each piece. Per piece, [P]: `lengths` and
-    `starts` int64, `numbers` int64 (index within the row), `is_padding` bool.
+    Per token: `tokens` [2, B·S] (input ids, then labels; read-only, of the store's type), `loss_mask` bool
+    [B·S], and `positions` int64 [B·S], counted from the start of the piece. Per piece, [P]: `lengths` and
+    `starts` int64, `numbers` int64 (index of the piece in its row), `is_padding` bool.
     """
 
     tokens: np.ndarray
@@ -79,7 +79,7 @@ class Gathered:
 class Gatherer:
     """Reads rows of `sequence_length` tokens from packed sources; `pad_id` fills the rest of a row.
 
-    Pieces are cut as memory views and joined once for all rows, which is faster than a numpy call per piece.
+    It slices pieces as memory views and joins them once for all rows: a numpy call per piece is slower.
     Raises DataError for sources whose token ids have different types.
     """
 
@@ -98,7 +98,7 @@ class Gatherer:
         self._arange = np.arange(0)
 
     def gather(self, samples: Sequence[tuple[int, int]]) -> Gathered:
-        """Reads the rows of `samples`, (source, sequence) each. Raises DataError for a broken index."""
+        """Reads one row for each (source, sequence) in `samples`. Raises DataError for a broken index."""
         ids: list[memoryview] = []
         labels: list[memoryview] = []
         columns: tuple[list[int], list[int], list[int]] = [], [], []
@@ -143,7 +143,7 @@ class Gatherer:
     def _mask_labels(
         self, loss_mask: np.ndarray, samples: Sequence[tuple[int, int]], where: np.ndarray
     ) -> None:
-        """Clears the mask of labels that are not targets; `where` [B·S] are their tokens in the split."""
+        """Clears `loss_mask` for labels that are no targets; `where` [B·S]: their positions in the split."""
         drawn = {k for k, _ in samples} if len(self._sources) > 1 else {0}
         for k in drawn:
             mask = self._sources[k].mask
@@ -157,7 +157,7 @@ class Gatherer:
 
 
 def _bits_at(mask: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """bool [n]: bits `where` int64 [n] of the bit-packed `mask`, lowest bit first."""
+    """Returns the bits at `where`, int64 [n], of the bit-packed `mask` (lowest bit first) as bool [n]."""
     bits = mask.take(where >> 3, mode="wrap")  # padding may index past the end; its value is unused
     bits >>= where.astype(np.uint8) & 7
     bits &= 1
@@ -178,7 +178,7 @@ class _Source:
         self.mask = split.mask_bytes if split.has_mask else None
 
     def pieces(self, sequence: int) -> tuple[list[int], list[int]]:
-        """(first tokens, lengths) of a sequence's pieces."""
+        """Returns the first tokens and the lengths of the pieces of a sequence."""
         first, last = self._offsets[sequence], self._offsets[sequence + 1]
         return self._starts[first:last].tolist(), self._lengths[first:last].tolist()
 
@@ -225,12 +225,13 @@ class Batch:
         step: Optimizer step.
         micro_batch: Index among the micro batches of the step, over all ranks.
         digest: int64 [8] on the CPU: sum over the samples of the eight 32-bit words of SHA-256(slot, store
-            hash, sequence number, input ids, labels, mask). Sums over micro batches and ranks can be added;
-            they are taken modulo 2^32 at the end.
+            hash, sequence number, input ids, labels, mask). The digests of micro batches and ranks are
+            added; the total is taken modulo 2^32.
         sources: int64 [B], index of each sequence's source; None with a single source.
-        document_offsets: int32 (`cu_seqlens`), positions in the flattened [B·S] batch at which a piece or
-            padding begins, padded with B·S to a power of two, so that few lengths occur in a compiled step.
-        global_expert_counts: int64 [MoE layers, E], set by training where the balance loss needs them.
+        document_offsets: int32 (`cu_seqlens`): positions in the flattened [B·S] batch where a piece (a row
+            without `isolate_documents`) or padding begins. Further entries of B·S fill the array up to a
+            power of two, so that a compiled step sees few lengths.
+        global_expert_counts: int64 [MoE layers, E]; training sets it if the balance loss needs it.
     """
 
     input_ids: torch.Tensor
@@ -250,7 +251,7 @@ class Batch:
         return _received, tuple(getattr(self, each.name) for each in fields(self))
 
     def share_memory(self) -> Batch:
-        """Moves the tensors to shared memory. Raises RuntimeError where it is full."""
+        """Moves the tensors to shared memory. Raises RuntimeError if that memory is full."""
         for each in fields(self):
             if isinstance(value := getattr(self, each.name), torch.Tensor):
                 value.share_memory_()
@@ -279,7 +280,7 @@ class Batch:
 
 
 def _received(*values: Any) -> Batch:
-    """A batch from a worker, copied: every tensor in shared memory keeps a file open, for all of a step."""
+    """Copies a batch from a worker: a tensor left in shared memory keeps a file open for the whole step."""
     copies: list[Any] = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
     return Batch(*copies)
 
@@ -307,7 +308,7 @@ class Assembler:
     def assemble(
         self, samples: Sequence[tuple[int, int]], *, step: int, micro_batch: int, slot: int
     ) -> Batch:
-        """The batch of `samples`, (source, sequence) each; `slot` is the first one's in the global batch."""
+        """Makes a batch of (source, sequence) pairs; `slot`: the first sample's slot in the global batch."""
         return self.assemble_together([samples], step=step, micro_batches=[micro_batch], slots=[slot])[0]
 
     def assemble_together(
@@ -318,7 +319,7 @@ class Assembler:
         micro_batches: Sequence[int],
         slots: Sequence[int],
     ) -> list[Batch]:
-        """`assemble` for each of `parts` (equally many samples each), as slices of common arrays."""
+        """Assembles a batch per part, each of equally many samples; batches are slices of common arrays."""
         shape = (len(parts), len(parts[0]), self.sequence_length)
         samples = [sample for part in parts for sample in part]
         gathered = self._gatherer.gather(samples)
@@ -360,9 +361,9 @@ class Assembler:
     def _documents(
         self, gathered: Gathered, shape: tuple[int, int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Position ids and document ids, int64 [B·S], and the offsets at which documents begin.
+        """Position ids and document ids, int64 [B·S], and the offsets where documents and padding begin.
 
-        Without isolation, a row is one document apart from its padding.
+        Without `isolate_documents`, the tokens of a row before its padding are one document.
         """
         if self.isolate_documents:
             return gathered.positions, gathered.numbers.repeat(gathered.lengths), gathered.starts
@@ -371,7 +372,7 @@ class Assembler:
         return np.tile(np.arange(shape[1]), shape[0]), document_ids, gathered.starts[first]
 
     def _check_ids(self, samples: Sequence[tuple[int, int]], tokens: np.ndarray) -> None:
-        """Raises DataError for an id outside the vocabulary; large stores are not verified when opened."""
+        """Raises DataError for an id outside the vocabulary: opening a large store does not check all ids."""
         if int(tokens.max()) < self._vocab_size:
             return
         for found, (source, sequence) in zip(tokens.max(axis=(0, 2)).tolist(), samples, strict=True):
@@ -384,7 +385,7 @@ class Assembler:
 
 
 def padded_offsets(starts: np.ndarray, end: int) -> torch.Tensor:
-    """`Batch.document_offsets` from the start of every piece."""
+    """Makes `Batch.document_offsets` from the start of every piece; `end` is B·S."""
     count = max(_MIN_OFFSETS, 1 << len(starts).bit_length())  # at least one entry is `end`
     offsets = np.empty(count, dtype=np.int32)
     offsets[: len(starts)] = starts

@@ -1,7 +1,7 @@
 """Encodes conversations by the tokenizer's chat template, with an exact loss mask.
 
-The ids are those of transformers' `apply_chat_template`, except that text in a message never becomes a
-special token.
+The ids equal those of transformers' `apply_chat_template`, with one exception: text in a message never
+becomes a special token.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TRAINING_DATE = datetime.datetime(2024, 7, 26)
 """The date given to templates in training, so that a corpus does not depend on the day."""
 
 SECONDS, SECONDS_PER_BYTE = 10.0, 2e-5
-"""Limit of processor time for rendering a conversation, and more for each of its bytes: without
-{% generation %} in the template, every turn is rendered with all before it."""
+"""Processor time that a conversation may take to render: `SECONDS`, plus `SECONDS_PER_BYTE` for each of its
+bytes. If the template has no {% generation %}, every turn is rendered again with all turns before it."""
 
 _SPACES = re.compile(r"\s+")
 
@@ -39,8 +39,8 @@ _SPACES = re.compile(r"\s+")
 class Rendered:
     """A rendered conversation.
 
-    `places` are the (start, end) in `text` of the special tokens that the template wrote, None if there are
-    no others; `spans` are the (start, end) of the assistant's turns, end tokens included.
+    `places` holds the (start, end) in `text` of each special token that the template wrote; None if `text`
+    has no other special tokens. `spans` holds the (start, end) of each assistant turn with its end token.
     """
 
     text: str
@@ -49,20 +49,20 @@ class Rendered:
 
 
 class ChatTemplateError(DataError):
-    """A conversation that the template rejects, or whose turns cannot be located."""
+    """The template rejects a conversation, or the assistant's turns cannot be located in its text."""
 
 
 class _TemplateProcess:
-    """The process that renders: started with the first conversation, and again after one that ended it."""
+    """The process that renders. The first conversation starts it, and the next one if it has ended."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._template = b""
 
     def render(self, template: bytes, **conversation: Any) -> Rendered:
-        """See `ChatTemplate.rendered`; `template` has the arguments of the class, a line of JSON.
+        """Calls `ChatTemplate.rendered` in the process; `template`: the class's arguments as a line of JSON.
 
-        Raises ChatTemplateError, and ResourceError where the process was killed.
+        Raises ChatTemplateError, and ResourceError if the process was killed.
         """
         try:
             answer = self._answer(template, json.dumps(conversation, default=str).encode() + b"\n")
@@ -70,7 +70,7 @@ class _TemplateProcess:
             raise ChatTemplateError(
                 "expected messages and tools to be flatter, found deep nesting"
             ) from error
-        except BaseException:  # such as Ctrl-C: a late answer would be taken for the next one
+        except BaseException:  # such as Ctrl-C: the next request would read this late answer
             self.end()
             raise
         if "error" in answer:
@@ -112,7 +112,7 @@ class _TemplateProcess:
         if process is None:
             return None
         process.kill()
-        with contextlib.suppress(BrokenPipeError):  # of a request that was not written to its end
+        with contextlib.suppress(BrokenPipeError):  # the request was not written completely
             process.communicate()
         return process.returncode
 
@@ -128,7 +128,7 @@ class NoChatTemplateError(DataError):
 def encode_chat(
     tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
 ) -> tuple[list[int], list[int]]:
-    """(ids, loss mask) of a whole conversation: 1 for the assistant's turns, end tokens included.
+    """Returns (ids, loss mask) of a conversation; the mask is 1 in assistant turns and their end tokens.
 
     Raises NoChatTemplateError, and ChatTemplateError for a conversation that the template does not accept.
     """
@@ -142,14 +142,14 @@ def encode_chat(
 
 
 def chat_prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Ids of the conversation and the header of the assistant's next turn. Raises as `encode_chat`."""
+    """Ids of a conversation and the header of the assistant's next turn. Raises like `encode_chat`."""
     encoder = _encoder(tokenizer)
     rendered = encoder.render(messages, None, datetime.datetime.now(), is_prompt=True)
     return encoder.encode(rendered)[0]
 
 
 class _ChatEncoder:
-    """A tokenizer's templates, and its backend that recognises special tokens."""
+    """The chat templates of a tokenizer, and a backend that recognises special tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         import tokenizers
@@ -187,7 +187,7 @@ class _ChatEncoder:
         date: datetime.datetime,
         is_prompt: bool,
     ) -> Rendered:
-        """See `ChatTemplate.rendered`. Raises ChatTemplateError."""
+        """Renders a conversation, see `ChatTemplate.rendered`. Raises ChatTemplateError."""
         if tools is not None and self._unread_template:
             raise ChatTemplateError(
                 f"{self._unread_template}: expected the template for tools in tokenizer_config.json, found a "
@@ -199,7 +199,7 @@ class _ChatEncoder:
         )
 
     def encode(self, rendered: Rendered) -> tuple[list[int], list[int]]:
-        """(ids, start of each token in the text)."""
+        """Returns the ids, and the position in the text where each token starts."""
         if rendered.places is None:
             return self._encode(rendered.text, 0)
         ids: list[int] = []
@@ -231,10 +231,10 @@ class _ChatEncoder:
 
 
 def _starts(text: str, offsets: list[tuple[int, int]]) -> list[int]:
-    """Start of each token.
+    """Returns the position where each token starts.
 
-    Unigram encodes adjacent characters outside its vocabulary as one token per byte, all with the same
-    offsets; each such token gets the start of its own character.
+    Unigram encodes adjacent characters outside its vocabulary as one token per byte, and gives all these
+    tokens the same offsets. Here each of them gets the start of the character that its byte belongs to.
     """
     starts: list[int] = []
     for (start, end), run in groupby(offsets):

@@ -1,7 +1,7 @@
-"""Renders conversations with a tokenizer's chat template, in a process of its own, whose loop is `serve`.
+"""Renders conversations with a tokenizer's chat template, in a separate process that runs `serve`.
 
-Jinja's sandbox keeps a template from files and code; limits of the process keep it from running on and from
-filling the memory. The text is that of transformers' `apply_chat_template`.
+Jinja's sandbox denies a template files and code; limits of the process bound its time and memory. The text
+equals that of transformers' `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ import jinja2.nodes
 import jinja2.sandbox
 
 MEMORY, MEMORY_PER_BYTE = 1 << 29, 64
-"""Limit of memory in bytes: for any request, and more for each of its bytes."""
+"""Bytes of memory that a request may use: `MEMORY`, plus `MEMORY_PER_BYTE` per byte of the request."""
 CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16
-"""Likewise for characters of the text, as encoding it takes many times its size."""
+"""Characters that a rendered text may have: `CHARACTERS`, plus `CHARACTERS_PER_BYTE` per byte of the request.
+Encoding a text takes many times its size."""
 
 _PRIVATE = range(0xF0000, 0xFFFFE)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class RenderingError(Exception):
-    """A conversation that the template rejects, or whose turns cannot be located."""
+    """The template rejects a conversation, or the assistant's turns cannot be located in its text."""
 
 
 def serve(seconds: float, seconds_per_byte: float) -> None:
     """Answers requests, each a line of JSON, until the input ends.
 
-    A request is the arguments of `ChatTemplate`, or those of its `rendered`, whose answer is a line with the
-    result or `error`. SIGPROF ends this process when one takes more than `seconds` of processor time, and
-    `seconds_per_byte` of the request.
+    Arguments of `ChatTemplate` set the template, without an answer. Arguments of `ChatTemplate.rendered` are
+    answered by a line with its result, or with `error`. SIGPROF ends this process if a request takes more
+    processor time than `seconds`, plus `seconds_per_byte` for each of its bytes.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the main process, which goes on after it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it and goes on
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     template = ChatTemplate("", [], {})
@@ -84,20 +85,20 @@ class ChatTemplate:
     def rendered(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, date: str, is_prompt: bool, most: int
     ) -> dict[str, Any]:
-        """The whole conversation, or with `is_prompt` up to the header of the assistant's next turn.
+        """Renders a conversation; `is_prompt` adds the header of the assistant's next turn.
 
         Text of a message never becomes a special token.
 
         Args:
-            date: For `strftime_now`, in ISO format.
-            most: Limit of characters of the text.
+            date: The date that `strftime_now` writes, in ISO format.
+            most: Largest number of characters of the text.
 
         Returns:
-            `text`; `places`, the (start, end) in it of the special tokens that the template wrote, or None if
-            there are no others; `spans`, the (start, end) of the assistant's turns, end tokens included.
+            `text`; `places`: the (start, end) in `text` of each special token that the template wrote, or
+            None if `text` has no others; `spans`: the (start, end) of each assistant turn with its end token.
 
         Raises:
-            RenderingError: see there.
+            RenderingError: the template rejects the conversation, or turns cannot be located.
         """
         job = self._job(messages, tools, date)
         if is_prompt:
@@ -105,7 +106,7 @@ class ChatTemplate:
         return job.restored(job.text, job.assistant_spans(), most)
 
     def _job(self, messages: list[dict[str, Any]], tools: list[Any] | None, date: str) -> _Job:
-        """Null fields are left out, as by transformers; content is null or "" where the template needs it."""
+        """Drops null fields like transformers. If rendering fails, sets missing content to null, then ""."""
         messages = [_with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages]
         variants = [messages]
         if any("content" not in message for message in messages):
@@ -117,7 +118,7 @@ class ChatTemplate:
 
 
 class _Job:
-    """Renders one conversation: replaces special tokens in messages, renders, restores them."""
+    """Renders one conversation: puts placeholders for special tokens in messages, renders, restores them."""
 
     def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, date: str):
         self._names, self._index, self._special = template.names, template.index, template.special
@@ -168,7 +169,7 @@ class _Job:
         return "".join(parts), [span for span in spans if span[0] < span[1]]
 
     def assistant_spans(self) -> list[tuple[int, int]]:
-        """(start, end) of the assistant's turns: from {% generation %} marks, or by comparing renderings."""
+        """Finds (start, end) of assistant turns by {% generation %} marks, or by comparing renderings."""
         if self._has_marks and self._marked:
             return [(start, self._with_end_token(start, end)) for start, end in self._marked]
         turns = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -181,10 +182,10 @@ class _Job:
         return spans
 
     def _with_end_token(self, start: int, end: int) -> int:
-        """End of a marked span; extends it by an unmarked end token directly after it.
+        """Returns the end of a marked span, or of the unmarked end token that directly follows the span.
 
-        A span that itself ends in a special token, such as one of a tool call, may be complete: it is
-        extended only by the one that ends the conversation.
+        A span that ends in a special token, such as a tool call's, may be complete: only the token that ends
+        the conversation extends it, and only if the span's own token is neither that token nor EOS.
         """
         behind, own = self._special.match(self.text, end), self._closing_token(self.text, start, end)
         ends = self._last, self._variables.get("eos_token")
@@ -194,23 +195,24 @@ class _Job:
 
     @functools.cached_property
     def _last(self) -> str | None:
-        """The special token that ends the conversation."""
+        """The special token that ends the conversation, or None."""
         last = self._closing_token(self.text)
         return last and last[0]
 
     def _span(self, turn: int) -> tuple[int, int]:
-        """(start, end) of a turn: from after the generation prompt to its end token."""
+        """Finds (start, end) of a turn: from the end of the generation prompt to the end of its end token."""
         start = self._start(turn)
-        alone = self.render(self.messages[: turn + 1])  # the conversation, were this turn its last
+        alone = self.render(self.messages[: turn + 1])  # the conversation up to this turn
         last = self._closing_token(alone, start)
-        end = last.end() if last else len(alone)  # a line break after it is not generated
+        end = last.end() if last else len(alone)  # a line break after the end token is not generated
         if start < end and self.text.startswith(alone[:end]):
             return start, end
-        if last and self.text.startswith(alone[: last.start()]):  # here it ends without this token
+        if last and self.text.startswith(alone[: last.start()]):  # in `self.text`, the turn lacks this token
             closing = self._closing_token(self.text, start, last.start())
             closing = closing or self._special.match(self.text, last.start())
             return start, closing.end() if closing else last.start()
-        # rendered differently here: behind its content, as many of these tokens as alone, else the first one
+        # the turn looks different in `self.text`: behind its content, take as many end tokens as in `alone`,
+        # or the first special token if there is no such end token
         own, before = self._content_ends.get(turn, 0), self._content_ends.get(turn + 1, 0)
         behind = max(start, own) if own < before else start
         closing = self._special.search(self.text, behind)
@@ -252,16 +254,16 @@ class _Job:
         return shared
 
     def _closing_token(self, text: str, start: int = 0, end: int = sys.maxsize) -> re.Match[str] | None:
-        """The special token at the end of text[start:end], with at most white space behind it; else None."""
+        """The special token at the end of text[start:end], or None; only white space may follow the token."""
         *_, last = [None, *self._special.finditer(text, start, end)]
         return last if last and not text[last.end() : end].strip() else None
 
     @functools.cached_property
     def _content_ends(self) -> dict[int, int]:
-        """Number of a message -> end of its content in the text.
+        """Maps the number of a message to the end of its content in the text.
 
-        Messages whose content is empty, no text, or not written are left out. Found by rendering again with
-        a probe behind each content; empty where that changes other text.
+        A second rendering finds the ends: it has a probe behind each content. The mapping is empty if probes
+        change other text. It lacks messages whose content is empty, is no text, or is not written.
         """
         messages = [dict(message) for message in self.messages]
         for number, message in enumerate(messages):
@@ -278,7 +280,7 @@ class _Job:
         return {int(number): place for number, place in zip(parts[1::2], places, strict=False)}
 
     def restored(self, text: str, spans: Sequence[tuple[int, int]], most: int) -> dict[str, Any]:
-        """`ChatTemplate.rendered` of a text with placeholders; moves `spans` as these are replaced."""
+        """Replaces placeholders by special tokens and moves `spans` along. Returns the dict of `rendered`."""
         parts: list[str] = []
         literal: set[tuple[int, int]] = set()
         ends, shifts, position, length = [0], [0], 0, 0
@@ -310,7 +312,7 @@ class _Job:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Fills the field of reasoning that templates read from the others, as transformers does."""
+    """Copies a message's reasoning to both fields that templates read, as transformers does."""
     names = ("reasoning_content", "thinking", "reasoning")
     found = next((message[name] for name in names if message.get(name) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
@@ -318,7 +320,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str, begin: str, end: str) -> Any:
-    """The template, with transformers' globals and filters; `{% generation %}` writes `begin` and `end`."""
+    """Compiles a template as transformers does; writes `begin` and `end` around {% generation %} blocks."""
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}…{% endgeneration %}` around the assistant's turn."""

@@ -30,22 +30,19 @@ BATCH_TOKENS = 1 << 20
 
 _HEADER_BYTES = 1024
 _HEADERS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
-"""(magic, version) of a header of 256 int32, whose third number is the token count -> token dtype."""
+"""(magic, version) -> token dtype. The header is 256 int32 numbers; the third is the token count."""
 
 
 @dataclass(frozen=True)
 class DocumentFile:
-    """Documents in a file: document d is tokens [offsets[d], offsets[d + 1]) of `tokens`, a memory map.
-
-    `name` is for messages.
-    """
+    """Documents of the file `name`; document d is [offsets[d], offsets[d + 1]) of `tokens`, a memory map."""
 
     name: str
     tokens: np.ndarray
     offsets: np.ndarray
 
     def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(ids, lengths) of groups of documents, in order, without empty documents."""
+        """Yields (ids, lengths) of groups of consecutive documents; leaves out empty documents."""
         offsets = self.offsets
         first = 0
         while first < len(offsets) - 1:
@@ -58,9 +55,9 @@ class DocumentFile:
 
 
 def open_nanogpt(path: Path, end_of_document: int) -> DocumentFile:
-    """Opens a `.bin` of uint16 ids, or one with llm.c's header; each `end_of_document` ends a document.
+    """Opens a `.bin` file of uint16 ids or with llm.c's header; the id `end_of_document` ends a document.
 
-    Tokens after the last one are a document too. Raises DataError for another file.
+    Tokens after the last such id are a document too. Raises DataError for any other file.
     """
     tokens = _nanogpt_tokens(path)
     ends = [np.zeros(1, dtype=np.int64)]
@@ -96,13 +93,13 @@ _PLAIN_PICKLE = re.compile(
     "PROTO|FRAME|STOP|MARK|MEMOIZE|(LONG_|BIN|LONG_BIN)?(PUT|GET)|NONE|NEW(TRUE|FALSE)|(BIN)?INT[12]?|LONG[14]?"
     "|(BIN)?FLOAT|(SHORT_)?(BIN)?UNICODE8?|(EMPTY_)?(DICT|LIST|TUPLE)[123]?|SETITEMS?|APPENDS?"
 )
-"""Instructions of a pickle that builds containers of strings and numbers. Any other might import or call."""
+"""Pickle instructions that build containers of strings and numbers. Others might import or call code."""
 
 
 def read_characters(inputs: Sequence[str]) -> dict[Path, list[str]]:
-    """The characters of ids 0, 1, … that each nanoGPT `meta.pkl` in or beside the inputs states as `itos`.
+    """Reads the `itos` of each nanoGPT `meta.pkl` in or beside the inputs: the characters of ids 0, 1, ….
 
-    Raises DataError for a file that needs more than strings, numbers and containers, and for other content.
+    Raises DataError for a pickle of more than strings, numbers and containers, and for other content.
     """
     folders = [Path(entry) if Path(entry).is_dir() else Path(entry).parent for entry in inputs]
     found = {}
@@ -114,7 +111,7 @@ def read_characters(inputs: Sequence[str]) -> dict[Path, list[str]]:
             for instruction, _, _ in pickletools.genops(content):
                 if not _PLAIN_PICKLE.fullmatch(instruction.name):
                     raise ValueError(f"the pickle instruction {instruction.name}, which may run code")
-            # C's unpickler would allocate what an index in the file says
+            # C's unpickler would allocate as many entries as an index in the file asks for
             table = pickle._Unpickler(io.BytesIO(content)).load().get("itos")
             characters = [] if table is None else [table[index] for index in range(len(table))]
             if wrong := [each for each in characters if len(each.encode().decode()) != 1]:
@@ -143,7 +140,7 @@ def find_tokenizer(inputs: Sequence[str]) -> Path | None:
 
 
 def open_splits(inputs: Sequence[str], end_of_document: int) -> dict[str, list[DocumentFile]]:
-    """{"train": …, "validation": …}, or {"all": …} if no file names a validation split.
+    """Returns {"train": …, "validation": …} if the file names tell two splits apart, else {"all": …}.
 
     A folder stands for the `.bin` files in it, in the order of their names. Raises DataError for other files.
     """
@@ -163,8 +160,8 @@ def open_splits(inputs: Sequence[str], end_of_document: int) -> dict[str, list[D
 @dataclass
 class ConversionReport:
     """Counts of a conversion: `documents` and `tokens` written per split, `tokens_read`,
-    `first_tokens_added`, `empty_documents` left out. `unended` names files without any end of a document;
-    each became one document."""
+    `first_tokens_added`, `empty_documents` left out. `unended` names files that have no end of a
+    document; each of them became one document."""
 
     documents: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
@@ -217,7 +214,7 @@ def convert(
 
 
 def _check_characters(characters: dict[Path, list[str]], tokenizer: Tokenizer) -> None:
-    """Raises DataError where the text of an id is not that of a `meta.pkl`."""
+    """Raises DataError if the tokenizer and a `meta.pkl` give an id different texts."""
     pieces = tokenizer.token_pieces()
     for path, texts in characters.items():
         for index, text in enumerate(texts):
@@ -230,7 +227,7 @@ def _check_characters(characters: dict[Path, list[str]], tokenizer: Tokenizer) -
 
 
 def _convert(inputs: Sequence[str], output: Path, reader: _Reader, fraction: float, *, known: bool) -> None:
-    """Converts; `known` says that the reader's tokenizer is certainly the one that wrote the ids."""
+    """Writes the store. `known`: the reader's tokenizer certainly wrote the ids, so `unended` stays empty."""
     tokenizer, report = reader.tokenizer, reader.report
     assert tokenizer.eos_token_id is not None  # open_tokenizer refuses a tokenizer without EOS
     splits = open_splits(inputs, tokenizer.eos_token_id)
@@ -272,7 +269,7 @@ def _convert(inputs: Sequence[str], output: Path, reader: _Reader, fraction: flo
 
 
 def _unended(splits: dict[str, list[DocumentFile]], tokenizer: Tokenizer) -> list[str]:
-    """Names of files without any end of a document."""
+    """Names the files that have no end of a document."""
     files = [file for files in splits.values() for file in files]
     return [f.name for f in files if len(f.offsets) == 2 and int(f.tokens[-1]) != tokenizer.eos_token_id]
 
@@ -283,7 +280,7 @@ class _Batch:
     lengths: np.ndarray
 
     def hashes(self) -> np.ndarray:
-        """uint64 [documents]: hash of the ids, so that equal documents are in one split."""
+        """Hashes the ids of each document, uint64 [documents]: equal documents get into the same split."""
         content = memoryview(self.ids.astype("<u4").tobytes())
         ends = np.cumsum(self.lengths) * 4
         digests = [
@@ -304,8 +301,8 @@ class _Batch:
 class _Reader:
     """Reads documents in batches, checks their ids, and adds the first token to those that lack it.
 
-    `has_text`: whether an id was read that is neither a special token nor a byte of an unknown character, or
-    the tokenizer has no such ids.
+    `has_text` is True after the first id that is neither a special token nor a byte of an unknown character.
+    It is True from the start if the tokenizer has no such ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, report: ConversionReport, *, keep_ids: bool):
@@ -323,7 +320,7 @@ class _Reader:
                 advice = "were they written with another tokenizer?"
                 check_ids(ids, self.tokenizer.vocab_size, file.name, position, advice)
                 if not position and len(ids) > 512 and ids[1::2].max() <= self.tokenizer.vocab_size >> 16:
-                    # upper halves of numbers such as Megatron's int32
+                    # every second uint16 is the upper half of a wider number, such as Megatron's int32
                     raise DataError(f"{file.name}: expected uint16 token ids, found wider numbers")
                 position += len(ids)
                 self.report.tokens_read += len(ids)
@@ -332,7 +329,7 @@ class _Reader:
                 yield batch if self.keep_ids else self._framed(batch)
 
     def _framed(self, batch: _Batch) -> _Batch:
-        """Leaves out documents without text; the others begin as `prepare` writes them."""
+        """Leaves out documents without text; the others get the first token of `prepare` if they lack it."""
         if not len(batch.lengths):
             return batch
         starts = np.cumsum(batch.lengths) - batch.lengths
@@ -349,7 +346,7 @@ class _Reader:
 
 
 def _threshold(reader: _Reader, files: Sequence[DocumentFile], fraction: float) -> int:
-    """Documents with hashes below it are validation: `fraction` of all, at least one of two or more."""
+    """Hash below which documents are validation; no split is empty if `fraction` > 0 and hashes differ."""
     parts = [batch.hashes() for batch in reader.batches(files)]
     hashes = np.concatenate([np.zeros(0, dtype=np.uint64), *parts])
     threshold = int(fraction * HASHES)

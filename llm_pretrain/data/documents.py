@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 EMPTY = "empty document"
-"""The one cause that is never an error."""
+"""The only cause that is never an error."""
 
 BROKEN = "truncated or damaged file"
 UNREADABLE = "unreadable file"
@@ -28,9 +28,9 @@ _DETAIL = 300
 class RawRecord:
     """A record as read from a file.
 
-    `data` is a JSON object (`json`), the document's text (`text`), or an error (`bad`: the cause, and the
-    detail on the next line). `line` counts lines, rows or elements from 1, ascending within a file; 0 means
-    the whole file. `source` is the index of the file among all that are read.
+    `kind` says what `data` is: a JSON object (`json`), the text of a document (`text`), or an error (`bad`:
+    the cause, then the detail on a second line). `line` is the number of the line, row or element; it rises
+    from 1 within a file. 0 stands for the whole file. `source` is the file's index among all files read.
     """
 
     name: str
@@ -46,7 +46,7 @@ class RawRecord:
 
 
 class RecordError(Exception):
-    """A record that cannot be trained on: `cause` is the category for counts, the text the message."""
+    """A record that cannot be trained on; `cause` is its category in counts, `str()` gives the message."""
 
     def __init__(self, cause: str, location: str, detail: str):
         self.cause = cause
@@ -77,8 +77,8 @@ _ROLES = {
 class Document:
     """A document: text segments, a conversation, or token ids.
 
-    `segments` are (text, whether it is a target of the loss). Instead, `messages` ({role, content, …} each)
-    and `tools`, or `input_ids` and `loss_mask` are set. `location` is `file:line`, for messages.
+    One of three is set: `segments`, each (text, whether it is a target of the loss); `messages`, each {role,
+    content, …}, with `tools`; or `input_ids` with `loss_mask`. `location` is `file:line`, for messages.
     """
 
     location: str
@@ -101,8 +101,8 @@ def parse_record(record: RawRecord, text_column: str = "text") -> Document:
     A JSON record is, in this order of preference: `{"text"}` (or the field `text_column`); `{"prompt",
     "completion"}` (only the completion is a target); `{"messages"}` or `{"conversations"}` (only the
     assistant's turns are targets); `{"segments": [{"text", "loss"}]}`; or `{"input_ids"}` with `loss_mask` or
-    `labels` (not shifted, −100 where not a target), stored unchanged but for padding, which an
-    `attention_mask` cuts off.
+    `labels` (not shifted, −100 where not a target). The ids are stored unchanged, except that an
+    `attention_mask` cuts off the padding.
     """
     location = record.location
     if record.kind == "bad":
@@ -119,7 +119,7 @@ def parse_record(record: RawRecord, text_column: str = "text") -> Document:
     if record.kind == "text":
         return _text_document(location, ((text, True),))
     try:
-        fields = json.loads(text.removeprefix("\ufeff").rstrip("\r\n"))  # for the right error on a cut string
+        fields = json.loads(text.removeprefix("\ufeff").rstrip("\r\n"))  # line breaks would hide a cut string
     except (ValueError, RecursionError) as error:
         found = str(error) or "nesting too deep"
         if isinstance(error, json.JSONDecodeError):
@@ -134,7 +134,7 @@ def parse_record(record: RawRecord, text_column: str = "text") -> Document:
 
 
 def _location(record: RawRecord, offset: int) -> str:
-    """Location of a byte: the record's, or in a file that is one record, the byte's line."""
+    """Location of the byte at `offset`: that of the record, or the byte's line if the file is one record."""
     if record.line:
         return record.location
     return f"{record.name}:{record.data.count(10, 0, offset) + 1}"
@@ -182,7 +182,7 @@ def _segments(location: str, value: Any) -> tuple[tuple[str, bool], ...]:
     segments = []
     for number, segment in enumerate(value):
         text, loss = segment.get("text"), segment.get("loss")
-        loss = True if loss is None else loss  # Arrow gives every segment the fields that any has
+        loss = True if loss is None else loss  # Arrow gives each segment the fields of all
         if not isinstance(text, str) or type(loss) not in (bool, int) or loss not in (0, 1):
             found = f"found {_kind(text)} and {_kind(loss)}"
             detail = f"expected segments[{number}] to be a text and a loss of true or false, {found}"
@@ -192,9 +192,9 @@ def _segments(location: str, value: Any) -> tuple[tuple[str, bool], ...]:
 
 
 def _messages(location: str, value: Any, key: str) -> list[dict[str, Any]]:
-    """Messages in transformers' form, from that or ShareGPT's (`from`, `value`).
+    """Returns messages in transformers' form; `value` has that form or ShareGPT's (`from`, `value`).
 
-    Null fields are left out; content that a message with tool calls does not have is None.
+    Null fields are left out. If a message with tool calls has no content, its content becomes None.
     """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise RecordError("wrong type", location, f"expected {key} to be a list of {{role, content}}")
@@ -260,7 +260,7 @@ def _token_document(location: str, fields: dict[str, Any]) -> Document:
 
 
 def _checked_mask(location: str, length: int, name: str, mask: Any) -> list[int]:
-    """A mask as integers: equal documents have equal masks, also where one has true."""
+    """Returns the mask as integers: duplicates must have equal masks, also if one mask contains `true`."""
     if not isinstance(mask, list) or not all(type(m) in (int, bool) and m in (0, 1) for m in mask):
         raise RecordError("wrong type", location, f"expected {name} to be a list of 0 and 1")
     if len(mask) != length:
@@ -270,7 +270,7 @@ def _checked_mask(location: str, length: int, name: str, mask: Any) -> list[int]
 
 
 def _attended(location: str, length: int, mask: Any) -> slice:
-    """The tokens between the padding, which an attention mask marks with 0."""
+    """Selects the tokens that are not padding; the attention mask marks padding with 0."""
     if mask is None:
         return slice(length)
     mask = _checked_mask(location, length, "attention_mask", mask)

@@ -1,6 +1,6 @@
 """Turns batches of raw records into token documents, in this process or in parallel worker processes.
 
-A batch's result depends on its records alone, so the number of processes changes nothing.
+The result of a batch depends only on its records, so the number of processes does not change it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from llm_pretrain.errors import DataError, ResourceError
 class EncodedBatch:
     """The documents of a batch of records, concatenated.
 
-    Per token: `ids` uint32 and `loss_mask` bool. Per document: `lengths` int64; `hashes` uint64 of the
-    content, which decide the split; `keys` uint64 of content and loss mask, equal for duplicates only;
-    `text_bytes` int64; `altered` bool, where the tokens do not decode to the text's bytes; `records` int64,
-    the document's index among the records. `texts` holds the UTF-8 text of validation documents. `error` is
-    the message of the first bad record where none is allowed, or (`unmendable`) one about all records.
+    Per token: `ids` uint32, `loss_mask` bool. Per document: `lengths` int64, in tokens; `hashes` uint64 of
+    the content, which decide the split; `keys` uint64 of content and loss mask, equal only for duplicates;
+    `text_bytes` int64; `altered` bool: the tokens do not decode to the text's bytes; `records` int64: index
+    of the document's record. `texts` holds the UTF-8 text of each validation document. `error` is about the
+    first bad record, if none is allowed; `unmendable`: leaving out records does not help.
     """
 
     ids: np.ndarray
@@ -59,7 +59,7 @@ class EncodedBatch:
     unmendable: bool = False
 
     def only(self, chosen: np.ndarray, threshold: int) -> EncodedBatch:
-        """The documents selected by `chosen` bool [documents]; `threshold` is the encoder's."""
+        """Returns the documents that `chosen` bool [documents] selects; `threshold` is the encoder's."""
         tokens = np.repeat(chosen, self.lengths)
         kept = chosen[self.hashes < np.uint64(threshold)]
         return replace(
@@ -75,10 +75,10 @@ _PER_DOCUMENT = ("lengths", "hashes", "keys", "text_bytes", "altered", "records"
 
 
 class Encoder:
-    """Parses and encodes batches of records with one tokenizer, framing text with BOS and EOS.
+    """Parses and encodes batches of records with one tokenizer; each text gets BOS before it, EOS behind it.
 
-    Documents whose hash is below `threshold` are validation documents. With `fail_on_error` the first bad
-    record ends a batch; otherwise it is counted by cause. Empty documents are always counted and left out.
+    Documents with a hash below `threshold` are validation documents. With `fail_on_error`, the first bad
+    record ends a batch; else bad records are counted by cause. Empty documents are counted in both cases.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Encoder:
     def encode(self, records: Sequence[RawRecord]) -> EncodedBatch:
         try:
             return self._encode(records, alone=False)
-        except DataError:  # the tokenizer failed at a text: encode each alone, to find the record
+        except DataError:  # the tokenizer failed: encode each text alone to find the record
             return self._encode(records, alone=True)
 
     def _encode(self, records: Sequence[RawRecord], alone: bool) -> EncodedBatch:
@@ -120,7 +120,7 @@ class Encoder:
         return batch
 
     def _document(self, record: RawRecord, alone: bool) -> Document:
-        """The document of a record, a conversation as token ids; with `alone`, one that can be encoded."""
+        """Parses a record; a conversation becomes token ids. `alone` also tries to encode its text."""
         document = parse_record(record, self._text_column)
         try:
             if document.messages is not None:
@@ -201,7 +201,7 @@ class Encoder:
         )
 
     def _bytes_of(self, tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-        """int64 [documents]: UTF-8 bytes that each document's tokens decode to."""
+        """Counts the UTF-8 bytes that each document's tokens decode to, int64 [documents]."""
         if not lengths:
             return np.zeros(0, dtype=np.int64)
         counts = np.array(lengths, dtype=np.int64)
@@ -223,7 +223,7 @@ class Encoder:
 
 
 def _check_targets(document: Document) -> None:
-    """A document needs a target; its first token is never predicted and cannot be one."""
+    """Raises RecordError for a document without a target; the first token, never predicted, cannot be one."""
     if document.input_ids is None:
         if not any(loss for _, loss in document.segments):
             raise RecordError(NO_TARGET, document.location, "expected a segment with loss, found none")
@@ -233,7 +233,7 @@ def _check_targets(document: Document) -> None:
 
 
 def _form(document: Document) -> bytes:
-    """Distinguishes documents of the same text: their segment lengths and which segments are targets."""
+    """Bytes that tell documents of equal text apart: lengths of segments, and which segments are targets."""
     if len(document.segments) == 1 and document.segments[0][1]:
         return b""
     return repr([(len(text), loss) for text, loss in document.segments]).encode()
@@ -241,7 +241,7 @@ def _form(document: Document) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a batch was read: its bytes, (source, line) of its last record, int64 source [records]."""
+    """Where a batch was read: `size` in bytes, `last` record as (source, line), `sources` int64 [records]."""
 
     size: int
     last: tuple[int, int]
@@ -251,9 +251,9 @@ class Origin:
 def encoded_batches(
     batches: Iterable[list[RawRecord]], tokenizer: Tokenizer, workers: int, **settings: Any
 ) -> Iterator[tuple[EncodedBatch, Origin]]:
-    """Encodes every batch, in order, in `workers` processes (1: in this one).
+    """Encodes the batches, in order, in `workers` processes; 1 means in this process.
 
-    `settings` are the keyword arguments of `Encoder`. Raises ResourceError where a worker was killed.
+    `settings` are the keyword arguments of `Encoder`. Raises ResourceError if a worker was killed.
     """
     if workers <= 1:
         encoder = Encoder(tokenizer, **settings)
@@ -299,7 +299,7 @@ def _start_worker(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Ends a worker whose main process was killed; otherwise it would wait for the next batch forever."""
+    """Ends a worker whose main process was killed; the worker would wait for its next batch forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -33,7 +33,7 @@ _SPELLING = re.compile(
 
 
 class HubInterruptedError(DataError):
-    """The connection to the hub failed within a data set; the rows before are valid."""
+    """The connection to the hub failed within a data set; the rows read before are valid."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def hub_revision(name: str) -> str:
 
 
 def hub_tables(name: str) -> Iterator[Any]:
-    """The rows in order, as `pyarrow.Table`s. Raises DataError."""
+    """Yields the rows of a hub data set in order, as `pyarrow.Table`s. Raises DataError."""
     parts = parse_hub_name(name)
     rows = _open(name, parts, hub_revision(name))
     try:
@@ -106,7 +106,7 @@ def _open(name: str, parts: HubSet, revision: str) -> Any:
             streaming=True,
             download_config=config,
         )
-    except Exception as error:  # many types, as above; also ValueError for an unknown config or split
+    except Exception as error:  # network errors have many types; an unknown config or split is a ValueError
         part = f"split {parts.split}" + (f" of config {parts.config}" if parts.config else "")
         raise DataError(f"{name}: expected {part}, found {_one_line(error)}") from error
 
@@ -125,7 +125,7 @@ COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 
 TRAIN_SPLIT = "train"
-"""The split that is read of a saved `DatasetDict` or a hub data set unless another is asked for."""
+"""The split to read from a saved `DatasetDict` or a hub data set, unless the user asks for another."""
 
 _STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _ARCHIVES = {".zip", ".tar", ".tgz", ".7z", ".rar"}
@@ -135,10 +135,10 @@ _DATASETS_NOTES = {"dataset_info.json", "state.json", "dataset_dict.json"}
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file or hub data set: its `name` for messages, `path` (None for the hub), index `entry` of its input.
+    """A file or a hub data set: `name` for messages, `path` (None for the hub), `entry` (index of its input).
 
-    With `conversations` the file is Python source and its docstrings are the records. `status` is the file's
-    when it was found. A source with a `fault` (cause, detail) is read as one bad record.
+    With `conversations`, the file is Python source and its docstrings are the records. `status` is the `stat`
+    of the file when it was found. A source with a `fault` (cause, detail) is read as one bad record.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Source:
     fault: tuple[str, str] | None = None
 
     def format(self) -> str:
-        """The suffix that selects the reader, without that of a compression: `.jsonl` for a.jsonl.gz."""
+        """The suffix that selects the reader; a compression's suffix is dropped: `.jsonl` for a.jsonl.gz."""
         assert self.path is not None
         suffixes = [suffix.lower() for suffix in self.path.suffixes[-2:]]
         if suffixes and suffixes[-1] in COMPRESSIONS:
@@ -157,17 +157,17 @@ class Source:
         return suffixes[-1] if suffixes else ""
 
     def compression(self) -> str:
-        """`.gz`, … or an empty string."""
+        """The suffix of the compression (`.gz`, …), or an empty string."""
         assert self.path is not None
         suffix = self.path.suffix.lower()
         return suffix if suffix in COMPRESSIONS else ""
 
     def fingerprint(self) -> tuple[str | int, ...]:
-        """Changes with the content: a file's status, a hub set's commit."""
+        """A value that changes with the content: from a file's status, or a hub data set's commit."""
         if self.path is None:
             return (self.name, hub_revision(self.name))
-        # the change time, since `cp -p`, `rsync -t` and `tar` restore the other; no device, whose number
-        # another mount changes
+        # the change time too: `cp -p`, `rsync -t` and `tar` restore the modification time; not the device:
+        # its number changes with the mount
         status = self.status
         of_file = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino) if status else ()
         return (f"{self.path.absolute()}{self.fault or ''}", *of_file)
@@ -190,11 +190,11 @@ class Source:
 
 
 def find_sources(inputs: Sequence[str], split: str | None = None) -> list[Source]:
-    """Every file and hub set of `inputs`, those of folders and patterns sorted by path.
+    """Finds every file and hub data set of `inputs`; files of a folder or pattern are sorted by path.
 
-    Of data sets saved in splits, and of hub sets that name none, only `split` (`train` if None). Repeated
-    files, under any name, and paths that are not regular files get a `fault`. Raises DataError for a path
-    that does not exist, a folder or pattern without files, archives, and a `split` that nothing has.
+    A data set saved in splits, or a hub data set that names no split, gives only `split` (`train` if None).
+    Repeated files, under any name, and paths that are not regular files get a `fault`. Raises DataError for a
+    path that does not exist, a folder or pattern without files, an archive, and a `split` that no input has.
     """
     sources = []
     for index, entry in enumerate(inputs):
@@ -248,7 +248,7 @@ def _kind(mode: int) -> str:
 
 
 def _without_repetition(sources: Iterable[Source]) -> Iterable[Source]:
-    """Sets the fault of sources that are the same file as an earlier one, also through links."""
+    """Sets the `fault` of each source that is the same file as an earlier source, also through a link."""
     names: dict[tuple[object, ...], str] = {}
     for source in sources:
         status = source.status
@@ -294,29 +294,29 @@ def _files_of(entry: str, split: str) -> list[tuple[str, Path]]:
 
 
 def saved_splits(folder: Path) -> list[str]:
-    """The splits of a `DatasetDict` that `save_to_disk` wrote there, of which one is read; else none."""
+    """Names of the splits if `folder` is a `DatasetDict` that `save_to_disk` wrote; else an empty list."""
     if not (folder / "dataset_dict.json").is_file():
         return []
     return sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
 
 
 def _saved_files(folder: Path) -> list[Path] | None:
-    """The files of a `Dataset` that `save_to_disk` wrote there; None if it wrote none.
+    """The files of the `Dataset` that `save_to_disk` wrote to `folder`; None if it wrote none there.
 
-    Other .arrow files beside them are results of `map` and others, which `datasets` keeps there, or of an
-    earlier save.
+    Other .arrow files in the folder are left out: `datasets` keeps results of `map` there, and an earlier
+    save may have left files.
     """
     try:
         names = [each["filename"] for each in read_json(folder / "state.json")["_data_files"]]
-        return [folder / Path(name).name for name in names]  # none elsewhere
+        return [folder / Path(name).name for name in names]  # only files in `folder`
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 
 def _visible_files(folder: Path, split: str) -> list[Path]:
-    """All files that are not hidden, and unlistable folders; links to folders are not followed.
+    """Finds files that are not hidden and folders that cannot be listed; does not follow links to folders.
 
-    Of saved splits, at any depth, only `split`. Raises DataError where there is none of that name.
+    A data set saved in splits, at any depth, gives only `split`. Raises DataError if it has no such split.
     """
     visible: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=lambda e: visible.append(Path(e.filename))):
@@ -342,7 +342,7 @@ def _stdlib_files() -> list[tuple[str, Path]]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, inner, names in os.walk(root):
-        # installed packages may be many times as many files
+        # not installed packages, which can have many times as many files
         inner[:] = [name for name in inner if name not in _STDLIB_EXCLUDED]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted((path.relative_to(root).as_posix(), path) for path in files)

@@ -29,7 +29,7 @@ class SamplePart:
 
 @dataclass(frozen=True)
 class Sample:
-    """The beginning of a document: `document` is its index in `split`, `tokens` its full length."""
+    """The first `shown` tokens of a document: its index in `split` is `document`, its length `tokens`."""
 
     split: str
     document: int
@@ -41,8 +41,8 @@ class Sample:
 def inspect_store(store: TokenStore, sequence_length: int) -> dict[str, Any]:
     """Statistics of a store, serialisable as JSON.
 
-    Lengths are in tokens and include BOS and EOS. A split's `packing` gives, per packing, the number of
-    sequences of `sequence_length` and `efficiency`, the share of their positions that hold a token.
+    Lengths are in tokens and include BOS and EOS. A split's `packing` maps each packing to its number of
+    sequences of `sequence_length` and its `efficiency`: the share of their positions that hold a token.
     Raises DataError for a damaged store, ConfigError for a `sequence_length` below 1.
     """
     if sequence_length < 1:
@@ -99,7 +99,7 @@ def _split_facts(store: TokenStore, name: str, sequence_length: int) -> dict[str
 
 
 def _histogram(lengths: np.ndarray) -> list[dict[str, int]]:
-    """Documents by length, in classes 1, 2-3, 4-7, …, from the shortest to the longest that occurs."""
+    """Counts documents by length in classes 1, 2-3, 4-7, …, from the shortest to the longest document."""
     classes = np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     counts = np.bincount(classes)
     first = int(classes.min())
@@ -116,7 +116,7 @@ def _packing(offsets: np.ndarray, sequence_length: int, packing: str) -> dict[st
 
 
 def sample_documents(store: TokenStore, count: int, seed: int, split: str = "train") -> Iterator[Sample]:
-    """`count` distinct documents of a split, drawn with `seed`, decoded in masked and unmasked parts."""
+    """Draws `count` distinct documents of a split with `seed`; decodes them in masked and unmasked parts."""
     if count < 0:
         raise ConfigError(f"--samples: expected 0 or more, found {count}")
     documents = store.split(split)

@@ -1,7 +1,7 @@
 """Micro batches of training and evaluation, and the worker processes that assemble them.
 
 All ranks share one global sequence of micro batches. `shard` selects a rank's share; Accelerate's wrapper
-selects the same one.
+selects the same share.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError, PretrainError, ResourceError
 
 _TOKENS_PER_GROUP = 1 << 15
-"""Tokens of micro batches assembled together; with fewer, the overhead of numpy calls dominates."""
+"""Tokens to assemble together, of one or more micro batches; with fewer, numpy's call overhead dominates."""
 
 
 class MicroBatchSampler:
     """Yields the sample numbers of each micro batch.
 
-    Micro batch m of the run (counted over all ranks and steps) holds samples m·B … m·B + B - 1. A slice is
-    the sampler of a subsequence: `sampler[rank::world_size]` is one rank's share.
+    Micro batch m of the run (counted over all ranks and steps) holds samples m·B … m·B + B - 1. A slice of a
+    sampler is a sampler of some of its micro batches: `sampler[rank::world_size]` is the share of a rank.
     """
 
     drop_last = False
@@ -69,7 +69,7 @@ class MicroBatchSampler:
 
 
 class MicroBatches(Dataset[Batch]):
-    """Dataset that assembles the micro batch of given sample numbers; `len` is the samples of the run.
+    """Dataset that assembles a micro batch from its sample numbers; its length is the samples of the run.
 
     Attributes: `assembler`, and `order`, the sample order.
     """
@@ -91,7 +91,7 @@ class MicroBatches(Dataset[Batch]):
         return next(self.batches([numbers]))
 
     def batches(self, micro_batches: Iterable[Sequence[int]]) -> Iterator[Batch]:
-        """`__getitems__` of each; micro batches of one step are assembled together, which is faster."""
+        """Yields each micro batch; those of one step are assembled together, which is faster."""
         at_once = max(1, _TOKENS_PER_GROUP // (self._micro_batch_size * self.assembler.sequence_length))
         for step, group in groupby(micro_batches, lambda numbers: numbers[0] // self._global_batch_size):
             while some := list(islice(group, at_once)):
@@ -103,7 +103,7 @@ class MicroBatches(Dataset[Batch]):
                 )
 
     def digest(self, numbers: Sequence[int], input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """`Batch.digest` recomputed from tensors, such as those that arrived on a device.
+        """Recomputes `Batch.digest` from tensors, such as those that arrived on a device.
 
         Args:
             numbers: Sample numbers in the run, B of them.
@@ -121,7 +121,7 @@ class MicroBatches(Dataset[Batch]):
 
 
 class EvaluationBatches(Sequence[Batch]):
-    """Validation batches, assembled on access: the same samples in the same order at any B and W."""
+    """Validation batches, assembled on access. Neither B nor W changes the samples or their order."""
 
     def __init__(self, assembler: Assembler, samples: Sequence[tuple[int, int]], batch_size: int):
         self._assembler = assembler
@@ -151,7 +151,7 @@ class EvaluationBatches(Sequence[Batch]):
 
 
 def open_stores(config: Config) -> list[TokenStore]:
-    """Opens the stores of `data.sources`. Raises DataError for a broken one, or for different tokenizers."""
+    """Opens the stores of `data.sources`. Raises DataError for a broken store, or different tokenizers."""
     if not config.data.sources:
         raise DataError(
             "data.sources: expected at least one token store, found none; see `llm-pretrain prepare`"
@@ -170,8 +170,8 @@ def open_stores(config: Config) -> list[TokenStore]:
 def data_fingerprint(config: Config, stores: Sequence[TokenStore] | None = None) -> dict[str, str]:
     """Settings that determine which sample comes at which step; a run resumes only if all are equal.
 
-    `stores`, here and below: the configuration's stores if they are open. Opened again, they might have been
-    replaced.
+    `stores`, here and in the functions below, are the configuration's stores if they are already open: a
+    store might have been replaced before it is opened again.
     """
     stores = stores or open_stores(config)
     facts = {
@@ -188,7 +188,7 @@ def data_fingerprint(config: Config, stores: Sequence[TokenStore] | None = None)
 
 
 def weight_changes_fingerprint(config: Config, step: int) -> dict[str, str]:
-    """Weight changes in effect before `step`, which must be equal to resume there; later ones may differ."""
+    """Weight changes in effect before `step`. To resume there they must be equal; later ones may differ."""
     return {
         f"data.weight_changes from sample {start * BLOCK}": str([float(weight) for weight in weights])
         for start, weights in _weight_segments(config)
@@ -205,7 +205,7 @@ def _weight_segments(config: Config) -> list[tuple[int, list[float]]]:
 def samples_by_source(config: Config, step: int) -> list[int]:
     """Samples that the first `step` steps draw from each source."""
     weights = [source.weight for source in config.data.sources]
-    lengths = [1] * len(weights)  # which source a sample is of does not depend on them
+    lengths = [1] * len(weights)  # the source of a sample does not depend on lengths
     order = SampleOrder(lengths, weights, config.data.seed, _weight_segments(config))
     return order.counts(step * config.training.global_batch_size)
 
@@ -225,9 +225,9 @@ def global_batches(
 ) -> DataLoader[Batch]:
     """The micro batches of all ranks from `start_step` to the end of the run, D·A per step.
 
-    With data-parallel degree D (W, where every rank has data of its own), micro batch a·D + d of a step
-    belongs to group d and holds slots (a·D + d)·B … + B - 1 of the global batch: that group's share is every
-    D-th micro batch from the d-th on.
+    D is the data-parallel degree; D = W if every rank reads different data. Micro batch m = a·D + d of a step
+    belongs to data-parallel group d and holds slots m·B … m·B + B - 1 of the global batch. The share of a
+    group is therefore every D-th micro batch, from the d-th on.
     """
     training = config.training
     per_step = training.global_batch_size // training.micro_batch_size
@@ -243,7 +243,7 @@ def global_batches(
 
 
 def train_samples(config: Config, stores: Sequence[TokenStore] | None = None) -> MicroBatches:
-    """The dataset behind `global_batches`: any sample of the run by its number."""
+    """The dataset behind `global_batches`; it gives any sample of the run by its number."""
     sources = _packed(config, "train", stores)
     order = SampleOrder(
         [len(source.index) for source in sources],
@@ -255,7 +255,7 @@ def train_samples(config: Config, stores: Sequence[TokenStore] | None = None) ->
 
 
 def shard(loader: DataLoader[Batch], group: int, groups: int) -> DataLoader[Batch]:
-    """A loader of the micro batches of `loader` that belong to a data-parallel group."""
+    """A loader of those micro batches of `loader` that belong to data-parallel group `group`."""
     sampler = loader.batch_sampler
     assert isinstance(sampler, MicroBatchSampler)
     return _loader(loader.dataset, sampler[group::groups], loader.num_workers)
@@ -264,7 +264,7 @@ def shard(loader: DataLoader[Batch], group: int, groups: int) -> DataLoader[Batc
 def evaluation_batches(
     config: Config, *, split: str = "validation", stores: Sequence[TokenStore] | None = None
 ) -> EvaluationBatches:
-    """The validation (or another) splits, packed as in training, in a fixed pseudo-random order."""
+    """Batches of `split` of all sources, packed as in training, in a fixed pseudo-random order."""
     training = config.training
     sources = _packed(config, split, stores)
     bounds = np.cumsum([len(source.index) for source in sources])
@@ -309,7 +309,7 @@ class _Loader(DataLoader[Batch]):
 
 
 def _loader(dataset: Dataset[Batch], sampler: MicroBatchSampler, num_workers: int) -> DataLoader[Batch]:
-    """A loader whose workers are not forked from this process, so that none inherits a held lock."""
+    """Makes a loader. Its workers are not forked from this process, as they could inherit a held lock."""
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     if num_workers:
         atexit.register(_end_workers)
@@ -344,8 +344,8 @@ _PRELOADED = (
     "llm_pretrain.training",
     "llm_pretrain.data.loader",
 )
-"""Modules the fork server imports once, while the training process wraps or restores its model. A worker
-imports the training script, which would take seconds in every worker."""
+"""Modules that the fork server imports once, while the training process wraps or restores its model. Every
+worker imports the training script; without the fork server's imports this would take each worker seconds."""
 
 
 def _start_fork_server() -> None:
@@ -371,14 +371,14 @@ def _start_worker(_: int) -> None:
 
 
 def _end_workers() -> None:
-    """Kills the workers at exit; Python would send SIGTERM, which they ignore, and then wait for them."""
+    """Kills the workers at exit. Python would send SIGTERM, which workers ignore, and then wait for them."""
     for worker in multiprocessing.active_children():
         if worker.daemon:
             worker.kill()
 
 
 def _exit_with_parent() -> None:
-    """Ends this worker when the training process ends; torch checks for its parent, the fork server."""
+    """Ends this worker when the training process ends; torch only watches its parent, the fork server."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -386,7 +386,7 @@ def _exit_with_parent() -> None:
 
 
 _BATCHES_PER_WORKER = 3
-"""In shared memory at a time: two that wait, and the one that is received."""
+"""Batches of a worker in shared memory at a time: two that wait, and one that is being received."""
 _BYTES_PER_TOKEN = 40
 """Size of a token in the tensors of a `Batch`."""
 
@@ -410,12 +410,12 @@ def shared_memory_problem(config: Config, ranks: int) -> str | None:
 
 @contextmanager
 def worker_errors() -> Iterator[None]:
-    """Turns the end of a worker or of their server, and the traceback of an error in it, into one line."""
+    """Turns the end of a worker or of the fork server, or a worker's traceback, into an error of one line."""
     try:
         yield
     except (RuntimeError, OSError, EOFError, PretrainError) as error:
         text = str(error).strip() or type(error).__name__
-        # a worker that ends between a batch and the file that holds it closes its socket, or has deleted it
+        # a worker that ends after a batch but before it sends the batch's file closes or deletes its socket
         is_socket = isinstance(error, FileNotFoundError) and error.filename is None
         is_cut_off = is_socket or isinstance(error, ConnectionError | EOFError)
         is_limit = getattr(error, "errno", None) in (errno.EMFILE, errno.EAGAIN)

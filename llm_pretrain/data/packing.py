@@ -2,7 +2,7 @@
 
 A document of L tokens has L - 1 targets. A piece with t targets takes t positions: its inputs are tokens
 [start, start + t) and its labels tokens [start + 1, start + t + 1). Pieces of a split document thus overlap
-by one token, and every token but a document's first is a target exactly once per epoch.
+by one token. Every token is a target exactly once per epoch, except the first token of a document.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PackedIndex:
 
     `piece_start` int64 [P]: first input token of each piece, counted in the split; `piece_length` int32 [P]:
     its number of targets; `sequence_offsets` int64 [N + 1]: sequence n has pieces [offsets[n], offsets[n +
-    1]). Index files use smaller unsigned types: widen before computing with them.
+    1]). Index files use smaller unsigned types: widen the arrays before computing.
     """
 
     piece_start: np.ndarray
@@ -45,11 +45,11 @@ class PackedIndex:
 
 @dataclass(frozen=True)
 class PackedParts:
-    """A `PackedIndex` produced in parts, to save memory: `whole` one-piece sequences, then the `rest`.
+    """A `PackedIndex` produced in parts, to save memory: `whole` sequences of one full piece, then `rest`.
 
-    `starts` and `whole_pieces`, int64 [documents], give the start of each document and how many full pieces
-    of `sequence_length` it has. The columns of the `PackedIndex` are iterators of arrays to concatenate, of
-    any integer type.
+    `starts` and `whole_pieces`, int64 [documents], are the start of each document and the number of its full
+    pieces, of `sequence_length` each. The methods named like columns of a `PackedIndex` yield arrays, of any
+    integer type, whose concatenation is the column.
     """
 
     starts: np.ndarray
@@ -87,7 +87,7 @@ def pack(offsets: np.ndarray, sequence_length: int, packing: str) -> PackedIndex
     """Packs the documents whose tokens are [offsets[d], offsets[d + 1]) into sequences of `sequence_length`.
 
     `best_fit` splits only documents longer than a sequence and wastes almost nothing; `concat` fills
-    sequences consecutively and splits documents at their edges; `pad` gives every piece its own sequence.
+    sequences in turn and splits documents where a sequence ends; `pad` gives each piece its own sequence.
     """
     parts = pack_in_parts(offsets, sequence_length, packing)
     columns = parts.piece_start(), parts.piece_length(), parts.sequence_offsets()
@@ -95,7 +95,7 @@ def pack(offsets: np.ndarray, sequence_length: int, packing: str) -> PackedIndex
 
 
 def pack_in_parts(offsets: np.ndarray, sequence_length: int, packing: str) -> PackedParts:
-    """The result of `pack`, in much less memory where documents are longer than sequences."""
+    """Computes the result of `pack`, with much less memory if documents are longer than sequences."""
     starts = np.asarray(offsets[:-1], dtype=np.int64)
     targets = np.diff(np.asarray(offsets, dtype=np.int64))
     targets -= 1
@@ -127,7 +127,7 @@ def pack_in_parts(offsets: np.ndarray, sequence_length: int, packing: str) -> Pa
 
 
 def _best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """(order of the pieces, grouped by sequence; offset of each sequence in that order)."""
+    """Returns an order that groups the pieces by sequence, and the offset of each sequence in that order."""
     sequence = best_fit_decreasing(sizes, capacity)
     offsets = _cumulative(np.bincount(sequence))
     return np.argsort(sequence, kind="stable"), offsets  # within a sequence: corpus order
@@ -156,7 +156,7 @@ def _split_long(starts: np.ndarray, targets: np.ndarray, length: int) -> tuple[n
 
 
 def _concat(starts: np.ndarray, targets: np.ndarray, length: int) -> PackedIndex:
-    """One stream of targets, cut at document and sequence boundaries."""
+    """Cuts the targets of all documents, as one stream, at the ends of documents and of sequences."""
     edges = _cumulative(targets)
     total = int(edges[-1])
     cuts = np.sort(np.concatenate([edges, np.arange(0, total, length)]), kind="stable")  # merges two runs
@@ -169,11 +169,11 @@ def _concat(starts: np.ndarray, targets: np.ndarray, length: int) -> PackedIndex
 
 
 def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """The bin of each piece by best-fit decreasing: largest first, each into the fullest bin that fits it.
+    """Puts pieces into bins by best-fit decreasing: largest first, each into the fullest bin with room.
 
-    Pieces of one size are placed together, and bins with the same free room are filled as a group:
-    O(P + distinct sizes · distinct rooms). `sizes` [P] in 1..capacity; returns integers [P], bins numbered in
-    the order in which they are opened.
+    Pieces of one size are placed together, and bins of equal free room are filled together: O(P + distinct
+    sizes · distinct rooms). `sizes` [P] are in 1..capacity. Returns the bin of each piece, integers [P]; bins
+    are numbered in the order in which they are opened.
     """
     small = np.uint16 if capacity < 1 << 16 else np.int64  # uint16 sorts faster, in less memory
     order = np.argsort((capacity - sizes).astype(small), kind="stable")
@@ -208,7 +208,7 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _Rooms:
-    """Open bins by free room; the bits of one integer are the set of rooms that occur."""
+    """Open bins, grouped by free room; bit r of `_occurring` says whether some bin has free room r."""
 
     def __init__(self, capacity: int):
         self._bins: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]
@@ -239,7 +239,7 @@ _FORMAT = "llm_pretrain packing index 2"
 """Must change with the file layout and with every change of the result of `pack`."""
 _HEADER_BYTES = 4096
 _WHOLE = 256 << 20
-"""Files up to this many bytes are hashed when opened; of larger ones, sampled blocks."""
+"""Opening hashes files up to this many bytes completely, and sampled blocks of larger files."""
 _LOCK_SECONDS = 600.0
 
 _log = logging.getLogger("llm_pretrain")
@@ -251,7 +251,7 @@ class _BrokenError(Exception):
 
 
 class StoredIndex(PackedIndex):
-    """An index in a file; it is pickled by its arguments, and the receiving process opens the file."""
+    """An index in a file. Pickling keeps only its arguments; the receiving process opens the file again."""
 
     def __init__(self, arguments: tuple[TokenStore, str, int, str], arrays: tuple[np.ndarray, ...]):
         super().__init__(*arrays)
@@ -370,7 +370,7 @@ def _layout(
 ) -> list[tuple[str, int]]:
     """Types and lengths of piece_start, sequence_offsets and piece_length, in file order after the header.
 
-    The smallest types that fit: short sequences make tens of millions of pieces of 10^9 tokens.
+    These are the smallest types that fit: short sequences cut 10^9 tokens into tens of millions of pieces.
     """
     store, split, sequence_length, _ = arguments
     start = "<u4" if store.split(split).tokens < 1 << 32 else "<i8"

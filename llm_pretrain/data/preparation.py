@@ -92,8 +92,8 @@ class Preparation:
 def prepare_store(preparation: Preparation) -> TokenStore:
     """Writes the store and opens it; resumes the same preparation after a kill.
 
-    Equal documents are in the same split. If the fraction leaves a split empty although there are two
-    different documents, the threshold is moved by one document and the corpus is encoded again.
+    Equal documents get into the same split. A fraction above 0 may leave a split empty although two documents
+    differ: then the threshold is moved by one document and the corpus is encoded again.
 
     Raises:
         DataError: bad input; nothing is left behind.
@@ -228,7 +228,7 @@ class _Pass:
         self._next_commit = time.monotonic() + preparation.commit_seconds
 
     def run(self) -> int | None:
-        """Returns None when the store is complete, or the threshold of another pass."""
+        """Returns None when the store is complete, or the threshold for another pass."""
         preparation, totals = self._preparation, self._totals
         with self._writer, totals:
             if self._bytes:
@@ -325,10 +325,10 @@ def _append(writer: SplitWriter, batch: EncodedBatch, chosen: np.ndarray) -> Non
 
 
 class SeenDocuments:
-    """A set of uint64 keys in 8 bytes each (16 at most, while it grows).
+    """A set of uint64 keys, which takes 8 bytes per key (at most 16 while it grows).
 
-    The keys are sorted arrays, each at least twice as long as the next. They are 64 bits of a SHA-256: among
-    10^8 documents, a document is mistaken for a duplicate with a probability of 0.03 %.
+    It is a list of sorted arrays, each at least twice as long as the next. A key is 64 bits of a SHA-256:
+    among 10^8 documents, any document is mistaken for a duplicate with a probability of 0.03 %.
     """
 
     def __init__(self, keys: np.ndarray | None = None):
@@ -337,7 +337,7 @@ class SeenDocuments:
             self._levels.append(np.sort(keys))
 
     def add(self, keys: np.ndarray) -> np.ndarray:
-        """Adds `keys`; bool [len(keys)]: whether each occurs for the first time."""
+        """Adds `keys`; returns bool [len(keys)]: whether a key occurs for the first time."""
         values, places = np.unique(keys, return_index=True)
         new = np.ones(len(values), dtype=np.bool_)
         for level in self._levels:
@@ -362,14 +362,14 @@ STORE = "store"
 REPLACED = STORE + "-old"
 """Subfolder of the store being replaced, between the two renames of a commit."""
 _KEPT = ("lock", "pid", MARKER)
-"""Names of what stands in the folder as long as a process is at work in it."""
+"""Names of the files that stay in the folder while a process works in it."""
 
 
 class Workspace:
-    """Holds the lock of `output` while used as a context manager.
+    """Folder of an unfinished preparation; as a context manager, it holds the lock of `output`.
 
-    Attributes: `folder`, and `state`: what was last saved with the same `fingerprint` (of inputs, tokenizer
-    and options), or None. Raises OutputError where another process prepares the same output.
+    Attributes: `folder`; `state`: the last state saved with this `fingerprint` (of inputs, tokenizer and
+    options), or None. Raises OutputError if another process prepares the same output.
     """
 
     def __init__(self, output: Path, fingerprint: str):
@@ -396,7 +396,7 @@ class Workspace:
             if (self.folder / "lock").exists():
                 break
             self._lock.release()
-        write_marker(self.folder, "prepare")  # before any file that it vouches for
+        write_marker(self.folder, "prepare")  # before any file that the marker vouches for
         (self.folder / "pid").write_text(str(os.getpid()))
         self._restore_replaced_store()
         self.state = self._read_state()
@@ -412,12 +412,12 @@ class Workspace:
         self._lock.release()
 
     def _refuse_other_content(self) -> None:
-        """Refuse a folder that an earlier `prepare` did not leave, since all in it would be deleted."""
+        """Refuses a folder that no earlier `prepare` left, since everything in it would be deleted."""
         found = None
-        with suppress(FileNotFoundError):  # the lock's last holder has just removed it
+        with suppress(FileNotFoundError):  # the lock's last holder has just removed the folder
             entries = list(os.scandir(self.folder))
             links = [entry.name for entry in entries if entry.is_symlink()]
-            begun = f".{MARKER}.tmp-"  # by a process that was killed before its folder had a marker
+            begun = f".{MARKER}.tmp-"  # left by a process that was killed before it wrote the marker
             names = [entry.name for entry in entries if not entry.name.startswith(begun)]
             other = [name for name in names if name not in ("lock", "pid")]
             if self.folder.is_symlink() or links:
@@ -433,7 +433,7 @@ class Workspace:
             )
 
     def _restore_replaced_store(self) -> None:
-        """Moves the old store back where a kill came between the two renames of a commit."""
+        """Moves the old store back if a process was killed between the two renames of a commit."""
         old = self.folder / REPLACED
         if old.is_dir() and not self._output.exists():
             old.rename(self._output)
@@ -481,7 +481,7 @@ class Workspace:
 
 
 def _digest(state: dict[str, Any]) -> str:
-    """SHA-256 of a state: a damaged or edited one must not be resumed, as it could make a wrong store."""
+    """SHA-256 of a state. It detects a damaged or edited state, which could lead to a wrong store."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
@@ -509,7 +509,7 @@ class ZlibRate:
         self._packed += len(self._compressor.compress(text))
 
     def bits_per_byte(self) -> float | None:
-        """Rate of all text, which ends here; None without any."""
+        """Ends the text; returns compressed bits per byte, or None without text."""
         if not self._size:
             return None
         return 8 * (self._packed + len(self._compressor.flush())) / self._size
@@ -521,7 +521,7 @@ _COUNTS = ("documents", "altered", "duplicates", "lowest", "highest", "validatio
 class Totals:
     """Counts over all documents of a preparation. Use as a context manager, which closes its files.
 
-    The validation text and the keys of documents seen are too large for the state and are kept in files.
+    Files hold the validation text and the keys of documents seen, which are too large for the state.
     Attributes: `documents` (stored), `altered` (stored, but their tokens do not decode to their text),
     `duplicates` (left out), `skipped` (records by cause), `entries` (documents per input).
     """
@@ -555,7 +555,7 @@ class Totals:
         self._keys.abandon()
 
     def add(self, batch: EncodedBatch, entries: np.ndarray, duplicates: int, *, keep_keys: bool) -> None:
-        """Counts a batch without its `duplicates`; `entries` [documents] are the documents' inputs."""
+        """Counts a batch from which `duplicates` were removed; `entries` [documents]: index of the input."""
         self.skipped += batch.skipped
         self.duplicates += duplicates
         self.documents += len(batch.lengths)
@@ -585,7 +585,10 @@ class Totals:
         return np.frombuffer(b"".join(self._keys.content()), dtype=np.uint64)
 
     def other_threshold(self, threshold: int) -> int | None:
-        """A threshold that leaves neither split empty, or None if `threshold` does or none can."""
+        """Returns a threshold that leaves no split empty; None if `threshold` leaves none empty, or none can.
+
+        If all documents are equal and `threshold` puts them into validation, returns 0: they go to train.
+        """
         if threshold == 0 or self.lowest == self.highest:
             return 0 if threshold and self.validation_documents else None
         if self.validation_documents == 0:
@@ -600,7 +603,7 @@ class Totals:
         return packed.bits_per_byte()
 
     def causes(self) -> str:
-        """` (left out: 2 invalid JSON)`, or an empty string."""
+        """End of a message, such as ` (left out: 2 invalid JSON)`; empty if no record was left out."""
         if not self.skipped:
             return ""
         parts = (f"{count} {cause}" for cause, count in sorted(self.skipped.items()))

@@ -39,12 +39,11 @@ DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)
 
 _READ_BYTES = 1 << 20
 _COMPRESSED_BYTES = 1 << 12
-"""Small, as each compressed byte can expand to tens of thousands."""
+"""Bytes read at a time: few, since each compressed byte can expand to tens of thousands of bytes."""
 
 
 def open_binary(path: Path, compression: str) -> Any:
-    """Opens a file for reading its decompressed bytes; a truncated file raises one of `DAMAGE`, an empty one
-    too."""
+    """Opens a file to read it decompressed. A truncated or empty compressed file raises one of `DAMAGE`."""
     open_plain(path).close()  # a pipe that has taken the file's place would never end
     if compression and not path.stat().st_size:
         raise EOFError("found no bytes, which no compressed file is")
@@ -64,12 +63,12 @@ def open_binary(path: Path, compression: str) -> Any:
 
 
 class _StreamsFile(io.RawIOBase):
-    """Reads all streams of a compressed file; at damage the libraries' readers may end without an error.
+    """Reads all streams of a compressed file; the libraries' readers may end without an error at damage.
 
     Args:
         path: The file.
         new_stream: Makes a decompressor of one stream, such as `bz2.BZ2Decompressor`.
-        error: What that raises for damage.
+        error: Exception that the decompressor raises for damage.
         padding: Byte that may follow a stream, any number of times.
     """
 
@@ -116,7 +115,7 @@ _CHUNK = 1 << 20
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; of a line above RECORD_BYTES only the first RECORD_BYTES + 1 bytes."""
+    """Yields the lines of a file; cuts a line longer than RECORD_BYTES after RECORD_BYTES + 1 bytes."""
     while line := file.readline(RECORD_BYTES + 1):
         is_cut = len(line) > RECORD_BYTES and not line.endswith(b"\n")
         yield line
@@ -139,10 +138,10 @@ def json_file(index: int, name: str, file: Any) -> Iterator[RawRecord]:
         return _elements(index, name, file)
     lines = lines_of(file)
     blank = 0
-    while (first := next(lines, b"")).isspace():  # put back below, as lines are counted
+    while (first := next(lines, b"")).isspace():  # put back below, since records have line numbers
         blank += 1
     begin = [first, *islice(lines, 1)]
-    if any(map(_is_json, begin)):  # of two, as the first line may be damaged
+    if any(map(_is_json, begin)):  # two lines, since the first may be damaged
         return json_lines(index, name, chain(repeat(b"\n", blank), begin, lines))
     whole = b"".join(begin)
     whole += file.read(max(RECORD_BYTES + 1 - len(whole), 0))
@@ -211,7 +210,7 @@ class _JsonWindow:
         while True:
             try:
                 _, end = self._scan(self._text, self._position)
-                if end < len(self._text):  # else a number may continue
+                if end < len(self._text):  # else more digits may follow a number
                     break
             except ValueError as error:
                 if not self._grow():
@@ -236,15 +235,15 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def conversations(name: str, path: Path) -> Iterator[tuple[int, bytes]]:
-    """(line, `{"messages": …}` as JSON) of every documented public definition of one source file.
+    """Yields (line, `{"messages": …}` as JSON) for every documented public definition of a source file.
 
     Args:
         name: Path within the library, such as `json/__init__.py`.
-        path: The file; one that this Python cannot parse has none.
+        path: The file. A file that this Python cannot parse gives no conversations.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of invalid escapes in the library's own strings
+            warnings.simplefilter("ignore")  # warnings of invalid escapes in the library's strings
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return
@@ -291,8 +290,8 @@ def read_sources(
 ) -> Iterator[RawRecord]:
     """The raw records of `sources` in order, beginning after the record at (source, line) `after`.
 
-    The unreadable rest of a damaged file is one bad record, as is a file with a fault or one that changed
-    while it was read. Raises DataError for a table without a column to train on.
+    One bad record stands for the unreadable rest of a damaged file, for a file with a `fault`, and for the
+    change of a file while it is read. Raises DataError for a table without a column to train on.
     """
     for index, source in enumerate(sources):
         if index < after[0]:
@@ -364,11 +363,11 @@ def _records_of_stream(index: int, source: Source, file: BinaryIO, text_column: 
 
 
 class _RowTooLargeError(csv.Error):
-    """A row above RECORD_BYTES; an open quote makes one of the rest of the file."""
+    """A row larger than RECORD_BYTES; after a quote that stays open, the rest of the file is one row."""
 
 
 class _RowLines:
-    """The lines of a .csv file; `number` counts them, `size` the characters of the row that is read."""
+    """The lines of a .csv file; `number` counts lines, `size` counts characters of the current row."""
 
     def __init__(self, stream: io.TextIOBase):
         self._stream = stream
@@ -395,13 +394,13 @@ class _RowLines:
 def _delimited(
     index: int, name: str, file: BinaryIO, text_column: str, *, delimiter: str
 ) -> Iterator[RawRecord]:
-    """Rows of a .csv or .tsv file with a header line; `line` is that of the row's end."""
+    """Yields the rows of a .csv or .tsv file with a header line; `line` is the last line of the row."""
     csv.field_size_limit(sys.maxsize)
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         lines = _RowLines(stream)
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
-            header = next(filter(None, rows), None)  # blank lines may come before it
+            header = next(filter(None, rows), None)  # blank lines may precede the header
         except csv.Error as error:
             raise DataError(f"{name}: expected the names of the columns first, found: {error}") from error
         columns = choose_columns(name, header, text_column) if header else []
@@ -439,5 +438,5 @@ FORMATS: dict[str, Callable[[int, str, BinaryIO, str], Iterator[RawRecord]]] = {
     ".csv": partial(_delimited, delimiter=","),
     ".tsv": partial(_delimited, delimiter="\t"),
 }
-"""Suffix of a file -> its reader, from the input's index, name, open file and column of the text. A file with
-any other suffix is one text."""
+"""Suffix of a file -> its reader. Arguments: index and name of the source, open file, column of the text. A
+file with any other suffix is one text."""

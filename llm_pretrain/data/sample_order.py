@@ -23,9 +23,9 @@ _U64 = np.uint64
 def permutation(n: int, indices: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Maps `indices` int64 [k], each in 0..n-1, by a pseudo-random bijection of 0..n-1.
 
-    A Feistel network over the smallest power of two that holds n, at least 64, with cycle walking: values
-    outside 0..n-1 are mapped again (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section
-    3). `keys` uint64 [rounds, k] are each index's round keys; equal keys give one bijection.
+    The bijection is a Feistel network over the smallest power of two that is at least n and 64, with cycle
+    walking: values outside 0..n-1 are mapped again (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains", section 3). `keys` uint64 [rounds, k]: round keys of each index; they choose its bijection.
     """
     bits = max(_MIN_BITS, (n - 1).bit_length())
     values = indices.astype(np.uint64)
@@ -62,7 +62,7 @@ def _round_keys(purpose: str, seed: int, number: int) -> np.ndarray:
 
 
 def shuffled(purpose: str, seed: int, n: int, numbers: np.ndarray) -> np.ndarray:
-    """permutation(seed, number // n)[number % n] for each of `numbers` int64 [k]; epochs are independent."""
+    """permutation(seed, number // n)[number % n] for each of `numbers` int64 [k]: an order per epoch."""
     epochs, inverse = np.unique(numbers // n, return_inverse=True)
     keys = np.stack([_round_keys(purpose, seed, epoch) for epoch in epochs.tolist()], axis=1)
     return permutation(n, numbers % n, keys[:, inverse])
@@ -86,17 +86,17 @@ class MixtureSegment:
 class SampleOrder:
     """Maps sample numbers (0, 1, 2, … without end) to sequences of sources.
 
-    With one source, sample g is permutation(seed, g // n)[g % n] of its n sequences. In a mixture, source k
-    has exactly its quota of every block of 1024 samples, at pseudo-random positions, and yields its sequences
-    in its own permuted order. Changed weights start a new segment at a block boundary, in which every source
-    continues its order.
+    With one source of n sequences, sample g is sequence permutation(seed, g // n)[g % n]. In a mixture, each
+    block of 1024 samples has exactly the quota of each source, at pseudo-random positions. The samples of a
+    source are its sequences in a permuted order of this source. Changed weights start a new segment at the
+    start of a block; every source then continues its order.
 
     Args:
         lengths: Sequences of each source.
         weights: Relative weights of the sources; 0 leaves one out.
         seed: Seed of the order.
-        changes: (first block, weights) of each further segment, ascending; of several that start at one
-            block the last is used.
+        changes: (first block, weights) of each further segment, ascending; if several start at one block,
+            the last one is used.
 
     Raises:
         DataError: an empty source, or a positive weight below one sample per block.
@@ -131,7 +131,7 @@ class SampleOrder:
         return int(sources[place]), int(sequences[place])
 
     def drawn(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
-        """(source, sequence) of each of `numbers`; fastest where they are consecutive."""
+        """(source, sequence) of each of `numbers`; this is fastest if `numbers` are consecutive."""
         block, place = divmod(numbers[0], BLOCK)
         stop = place + len(numbers)
         if stop > BLOCK or list(numbers) != list(range(numbers[0], numbers[0] + len(numbers))):

@@ -1,7 +1,7 @@
 """Opens and verifies token stores: tokens by memory map, document offsets, loss mask, tokenizer.
 
-Large files are verified by the hash of a few blocks: this detects exchanged or half-copied shards without
-reading them. A single altered byte is detected only by reading everything (`TokenStore.verify`).
+Of large stores, only a few blocks of each file are hashed: this detects exchanged or half-copied shards
+without reading them. To detect a single altered byte, `TokenStore.verify` reads everything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMAT_VERSION = 1
 
 
 def read_facts(path: Path) -> tuple[dict[str, Any], str]:
-    """(content of store.json, its SHA-256). Raises DataError for another content than was written."""
+    """Returns (content of store.json, its SHA-256). Raises DataError if it is missing, foreign or altered."""
     file = path / "store.json"
     if not file.is_file():
         raise DataError(
@@ -42,7 +42,7 @@ def read_facts(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def facts_digest(facts: dict[str, Any]) -> str:
-    """SHA-256 of the entries of store.json but its own digest."""
+    """SHA-256 of all entries of store.json except `sha256`, which holds this digest."""
     rest = {key: value for key, value in facts.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -61,7 +61,7 @@ _BLOCK = 1 << 20
 
 
 def sample_digest(file: BinaryIO, size: int, start: int = 0) -> str:
-    """SHA-256 of sampled blocks of the file's `size` bytes from `start`; of all bytes if they fit."""
+    """SHA-256 of sampled blocks of the `size` bytes from `start`; of all bytes if the blocks hold them."""
     digest = hashlib.sha256()
     last = max(size - SAMPLE_BYTES, 0)
     for place in sorted({last * k // (SAMPLE_BLOCKS - 1) for k in range(SAMPLE_BLOCKS)}):
@@ -71,7 +71,7 @@ def sample_digest(file: BinaryIO, size: int, start: int = 0) -> str:
 
 
 def check_digests(path: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Reads every file of the store at `path` and compares its hash. Raises DataError for an altered one."""
+    """Reads every file of the store at `path` and compares its hash. Raises DataError for an altered file."""
     for name, expected in files.items():
         with open_data(path / name) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -114,7 +114,7 @@ def check_offsets(folder: Path, offsets: np.ndarray, shard_starts: np.ndarray) -
 def check_ids(
     ids: np.ndarray, vocab_size: int, name: object, position: int, advice: str = "prepare the store again"
 ) -> None:
-    """Raises DataError for the first of `ids` outside [0, vocab_size); `position` is that of ids[0]."""
+    """Raises DataError for the first id outside [0, vocab_size); `position`: position of ids[0] in `name`."""
     if not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         return
     place = int(np.argmax((ids < 0) | (ids >= vocab_size)))
@@ -125,7 +125,7 @@ def check_ids(
 
 
 VERIFY_LIMIT = 256 << 20
-"""Stores up to this many bytes are read and hashed when opened; of larger ones, sampled blocks."""
+"""Opening hashes stores up to this many bytes completely, and sampled blocks of larger stores."""
 
 _verified: set[tuple[Any, ...]] = set()
 
@@ -154,7 +154,7 @@ class TokenStore:
         self._splits: dict[str, StoreSplit] = {}
         self._check_contents(key)
         for name in ("train", "validation"):
-            self.split(name)  # mapped from now on, whatever becomes of the folder
+            self.split(name)  # maps the files now: the folder may be moved or deleted later
 
     def split(self, name: str) -> StoreSplit:
         """The `train` or `validation` split."""
@@ -188,7 +188,7 @@ class TokenStore:
         return self.tokenizer().token_bytes()
 
     def verify(self) -> None:
-        """Reads and hashes every file, whatever the store's size. Raises DataError for an altered one."""
+        """Reads and hashes every file, whatever the store's size. Raises DataError for an altered file."""
         check_digests(self.path, self.facts["files"])
         self._check_ids()
 
@@ -237,7 +237,7 @@ class TokenStore:
 
 
 def _open_again(path: Path, expected: str) -> TokenStore:
-    """The store at `path` in another process. Raises DataError if it was replaced meanwhile."""
+    """Opens the store at `path` in another process. Raises DataError if the store was replaced meanwhile."""
     store = TokenStore(path)
     if store.hash != expected:
         raise DataError(
@@ -248,7 +248,7 @@ def _open_again(path: Path, expected: str) -> TokenStore:
 
 
 class StoreSplit:
-    """One split of a store: document d is tokens [offsets[d], offsets[d + 1]), `offsets` int64.
+    """One split of a store: document d has the tokens [offsets[d], offsets[d + 1]); `offsets` is int64.
 
     `documents`, `tokens` and `text_bytes` (UTF-8) are counts.
     """
@@ -300,12 +300,12 @@ class StoreSplit:
         return bits[start - 8 * first : stop - 8 * first].view(np.bool_)
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids, loss mask) of one document."""
+        """Returns (token ids, loss mask) of one document."""
         start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
         return self.tokens_at(start, stop), self.mask_at(start, stop)
 
     def iterate(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(token ids, loss mask) of every document."""
+        """Yields (token ids, loss mask) of every document."""
         return (self.document(index) for index in range(self.documents))
 
 

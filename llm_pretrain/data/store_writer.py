@@ -73,12 +73,12 @@ class HashedFile:
         return self.bytes, self._hash.hexdigest()
 
     def abandon(self) -> None:
-        """Closes a file that will be deleted; a full disk is no error then."""
+        """Closes a file that will be deleted, and ignores errors such as a full disk."""
         with suppress(OSError):
             self._file.close()
 
     def close(self) -> dict[str, Any]:
-        """Flushes and closes; returns the file's entry of store.json."""
+        """Flushes and closes; returns the file's entry for store.json."""
         self.sync()
         self._file.close()
         with self.path.open("rb") as written:
@@ -160,7 +160,7 @@ class SplitWriter:
                 file.unlink()
 
     def append(self, ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray, text_bytes: int) -> None:
-        """Appends documents: `ids` and bool `loss_mask` [tokens] concatenated, `lengths` [documents]."""
+        """Appends concatenated documents: `ids` and bool `loss_mask` are [tokens], `lengths` [documents]."""
         if not len(lengths):
             return
         self._append_mask(loss_mask)
@@ -219,7 +219,7 @@ class SplitWriter:
         self._shard = None
 
     def _append_mask(self, loss_mask: np.ndarray) -> None:
-        """The mask file is created at the first masked token; all tokens before it are targets."""
+        """Appends to the mask file. The first masked token creates it: all tokens before that are targets."""
         if self._mask is None:
             if loss_mask.all():
                 return
@@ -244,7 +244,7 @@ def _shard_name(index: int) -> str:
 
 
 def other_content(path: Path) -> str | None:
-    """What is at `path` besides a token store's own files, in words; None for nothing or an empty folder."""
+    """Says what is at `path` besides the files of a token store; None if there is nothing else."""
     if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
         return None
     try:
@@ -260,8 +260,8 @@ def other_content(path: Path) -> str | None:
 class StoreWriter:
     """Writes a store into a temporary folder beside `path`; `commit` moves it there.
 
-    Use as a context manager: an uncommitted temporary folder is removed. A given `folder` is kept, and
-    `state` resumes an earlier writer in it; raises StaleStateError where its files do not match the state.
+    Use as a context manager, which removes an uncommitted temporary folder but keeps a given `folder`.
+    `state` resumes an earlier writer in `folder`. Raises StaleStateError if files do not match `state`.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class StoreWriter:
         index = HashedFile(self.folder / "store.json")
         index.write((json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
         before_rename(index.close()["sha256"])
-        if found := other_content(self._path):  # put there since the store was begun
+        if found := other_content(self._path):  # something was put there after the store was begun
             raise OutputError(f"{self._path}: expected a folder to replace, found {found}; move it")
         old = self.folder.with_name(self.folder.name + "-old")
         if self._path.exists():

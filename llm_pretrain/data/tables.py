@@ -20,7 +20,7 @@ from llm_pretrain.files import open_plain
 BATCH_BYTES = 16 << 20
 """Approximate size of the decoded batches of a parquet file."""
 _MOST_ROWS = 16
-"""Most rows in a batch of a parquet file: it stores a repeated value once, memory for each row."""
+"""Most rows in a batch of a parquet file. The file stores a repeated value once, memory once per row."""
 
 _FORMS = (
     (("prompt", "completion"), ()),
@@ -34,7 +34,7 @@ _CHAT = {"messages", "conversations", "tools"}
 
 
 def choose_columns(name: str, columns: Sequence[str], text_column: str) -> list[str]:
-    """The columns that form a document. Raises DataError if there are none, or if one occurs twice."""
+    """Chooses the columns that form a document. Raises DataError if none do, or one of them occurs twice."""
     for needed, optional in (((text_column,), ()), *_FORMS):
         if set(needed) <= set(columns):
             chosen = [*needed, *(column for column in optional if column in columns)]
@@ -43,7 +43,7 @@ def choose_columns(name: str, columns: Sequence[str], text_column: str) -> list[
                     raise DataError(f"{name}: expected one column {column}, found {count}; rename the others")
             return chosen
     forms = ", ".join([text_column, *(" and ".join(needed) for needed, _ in _FORMS)])
-    found = " ".join(", ".join(columns).split()) or "none"  # a text, where the file has no header
+    found = " ".join(", ".join(columns).split()) or "none"  # without a header, these words are text
     raise DataError(
         f"{name}: expected one of the columns {forms}; found {found:.300}; "
         "name the column of the text with --text_column"
@@ -72,7 +72,7 @@ def table_records(
                 columns = columns or choose_columns(name, batch.schema.names, text_column)
                 yield from _rows(index, name, batch, columns, text_column, row)
                 row += batch.num_rows
-        except MemoryError as error:  # before ArrowException, as pyarrow's is both
+        except MemoryError as error:  # before ArrowException: pyarrow's error is both
             raise ResourceError(
                 f"{name}: expected memory for the rows after row {row}, found too little ({error}); "
                 "use a machine with more, or leave the file out if it is damaged"
@@ -84,7 +84,7 @@ def table_records(
 
 
 class _TableFile(io.BufferedReader):
-    """A file whose reads allocate no more than what is left of it: a damaged length may exceed the memory."""
+    """A file that reads no more bytes than it has left: a damaged length may ask for more than the memory."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         rest = max(os.fstat(self.fileno()).st_size - self.tell(), 0)
@@ -102,7 +102,7 @@ def hub_records(index: int, name: str, text_column: str) -> Iterator[RawRecord]:
 
 
 def _parquet(file: BinaryIO, name: str, text_column: str) -> Iterator[Any]:
-    """Record batches of about `BATCH_BYTES` at any size of the row groups, with the needed columns."""
+    """Yields the needed columns in record batches of about `BATCH_BYTES`, whatever the size of row groups."""
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
@@ -118,7 +118,7 @@ def _parquet(file: BinaryIO, name: str, text_column: str) -> Iterator[Any]:
 def _ipc(file: BinaryIO, name: str, text_column: str) -> Iterator[Any]:
     """Record batches of Arrow's file format (begins with ARROW1) or stream format, with the needed columns.
 
-    The batches are validated: pyarrow follows offsets of a damaged file beyond the end of the memory.
+    It validates the batches: pyarrow follows offsets of a damaged file beyond the end of the memory.
     """
     import pyarrow
 
@@ -173,19 +173,19 @@ def _rows(
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leaves out null fields: Arrow gives every row the fields that any row's objects have."""
+    """Leaves out null fields: Arrow gives the objects of each row the fields of all rows."""
     if isinstance(value, dict):
         return {name: _without_nulls(field) for name, field in value.items() if field is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _named(value: Any) -> dict[str, str]:
-    """Bytes, dates and other types as {type: value}, so that they are not mistaken for text."""
+    """Writes bytes, dates and other types as {type: value}, so that they are not mistaken for text."""
     return {type(value).__name__: str(value)}
 
 
 def _utf8(column: Any) -> list[bytes | None] | None:
-    """The bytes of a column of strings or bytes, without UTF-8 checks; None for another type."""
+    """The values of a column of strings or bytes as bytes, without UTF-8 checks; None for another type."""
     from pyarrow import types
 
     if types.is_dictionary(column.type):
@@ -194,12 +194,12 @@ def _utf8(column: Any) -> list[bytes | None] | None:
     if binary is None:
         return None
     column = column.view(binary)
-    column.validate(full=True)  # its offsets are within its data
+    column.validate(full=True)  # checks that offsets are within the data
     return column.to_pylist()
 
 
 def _utf8_of_dictionary(column: Any) -> list[bytes | None] | None:
-    """`_utf8` of a dictionary column; equal texts are one object: all together may exceed the memory."""
+    """`_utf8` of a dictionary column. Equal texts share one object: a copy per row may exceed the memory."""
     import pyarrow
 
     binary = _binary_type(column.type.value_type)

@@ -21,7 +21,7 @@ from llm_pretrain.errors import ConfigError, DataError
 
 TokenizerType = Literal["sentencepiece-bpe", "sentencepiece-unigram", "char", "bytelevel-bpe"]
 SAMPLE_BYTES = 32 << 20
-"""Larger corpora are sampled, by the hash of their blocks."""
+"""A larger corpus is sampled: the hash of a block decides whether it is used."""
 
 _BLOCK_CHARACTERS = 1000
 
@@ -30,8 +30,8 @@ _BLOCK_CHARACTERS = 1000
 class TokenizerReport:
     """The training corpus, and how well the tokenizer compresses it.
 
-    `vocab_size` is the final size, `bytes_per_token` that of the sampled text. `altered_documents` counts
-    checked documents that decoding does not restore; `skipped` counts bad records by cause.
+    `vocab_size` is the final size; `bytes_per_token` is measured on the sampled text. `altered_documents`
+    counts checked documents that decoding does not restore; `skipped` counts bad records by cause.
     """
 
     vocab_size: int
@@ -141,12 +141,12 @@ def _read_texts(inputs: Sequence[str], on_error: str, text_column: str) -> tuple
         if text:
             texts.append(text)
         else:
-            skipped["record without text"] += 1  # token ids alone
+            skipped["record without text"] += 1  # it has token ids only
     return texts, skipped
 
 
 def _blocks(text: str, sample: float) -> Iterator[str]:
-    """Blocks of whole lines of about `_BLOCK_CHARACTERS`; the share `sample` of them, chosen by hash."""
+    """Yields blocks of lines, of about `_BLOCK_CHARACTERS`: the share `sample` of them, chosen by hash."""
     block: list[str] = []
     size = 0
     for line in text.splitlines(keepends=True):
@@ -167,7 +167,7 @@ def _sampled(block: str, sample: float) -> Iterator[str]:
 
 
 def _measure(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, int]:
-    """(tokens of all texts, number of texts that decoding does not restore)."""
+    """Counts the tokens of all texts, and the texts that decoding does not restore."""
     tokens = altered = 0
     for start in range(0, len(texts), 256):
         part = texts[start : start + 256]
@@ -197,7 +197,7 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
-"""ChatML after a BOS token, with which every document begins; {% generation %} marks the targets."""
+"""ChatML after BOS, since every document begins with BOS; {% generation %} marks the targets."""
 
 
 def write_files(folder: Path, tokenizer_json: dict[str, Any], *, chat: bool, model: bytes | None) -> None:
@@ -231,7 +231,7 @@ def write_files(folder: Path, tokenizer_json: dict[str, Any], *, chat: bool, mod
 
 
 def tokenizer_json(vocabulary: dict[str, int], *, chat: bool, **parts: Any) -> dict[str, Any]:
-    """A tokenizer.json with the special tokens, whose post-processor puts BOS before a text.
+    """Content of a tokenizer.json with the special tokens; its post-processor puts BOS before a text.
 
     `parts` are `model`, `decoder` and optionally `normalizer` and `pre_tokenizer`.
     """
@@ -280,13 +280,13 @@ def bpe_model(
 
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 MIN_CHARACTER_VOCAB = 256 + len(SPECIAL_TOKENS)
-"""The special tokens and all bytes; the characters follow in code point order."""
+"""Number of special tokens and bytes; the characters follow them in code point order."""
 
 
 def build_character(texts: Iterable[str], vocab_size: int | None) -> tuple[dict[str, Any], None]:
-    """(tokenizer.json, None) with a token per character of `texts`, the most frequent up to `vocab_size`.
+    """(tokenizer.json, None) with a token per character of `texts`; `vocab_size` keeps the most frequent.
 
-    Other characters are encoded as UTF-8 bytes. Raises ConfigError for a size without room for a character.
+    Other characters are encoded as UTF-8 bytes. Raises ConfigError if `vocab_size` has no room for one.
     """
     if vocab_size is not None and vocab_size <= MIN_CHARACTER_VOCAB:
         raise ConfigError(
@@ -328,11 +328,11 @@ Qwen2 also normalises to NFC, which alters texts; like llama.cpp, we leave that 
 """
 
 MIN_BYTELEVEL_VOCAB = 256 + len(SPECIAL_TOKENS) + len(CHAT_TOKENS)
-"""All bytes and the special tokens."""
+"""Number of bytes and special tokens."""
 
 
 def build_bytelevel_bpe(blocks: Iterator[str], vocab_size: int) -> tuple[dict[str, Any], None]:
-    """(tokenizer.json, None) with exactly `vocab_size` ids. Raises DataError for too few merges."""
+    """Returns (tokenizer.json, None) with exactly `vocab_size` ids. Raises DataError for too few merges."""
     import tokenizers
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -373,7 +373,7 @@ def build_bytelevel_bpe(blocks: Iterator[str], vocab_size: int) -> tuple[dict[st
 
 
 SPACE = "▁"
-"""SentencePiece's symbol for a space; it cannot distinguish a real U+2581 from a space."""
+"""SentencePiece's symbol for a space; SentencePiece cannot distinguish a real U+2581 from a space."""
 
 DECODER: dict[str, Any] = {
     "type": "Sequence",
@@ -404,7 +404,7 @@ _TRAINER = {
 
 
 def train_sentencepiece(blocks: Iterator[str], vocab_size: int, model_type: str) -> bytes:
-    """A serialised `ModelProto` that alters no text. Raises DataError for an impossible size."""
+    """Trains a model that alters no text; returns a `ModelProto`. Raises DataError for an impossible size."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -431,7 +431,7 @@ def _vocabulary_message(error: str, vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class Pieces:
-    """A model's vocabulary: `ids` of all pieces, `scores` of those that occur in encoded text."""
+    """A model's vocabulary: `ids` of all pieces; `scores` of all but byte, control and unknown pieces."""
 
     ids: dict[str, int]
     scores: dict[str, float]
@@ -451,11 +451,11 @@ def read_pieces(model: bytes) -> Pieces:
 
 
 def build_sentencepiece_bpe(blocks: Iterator[str], vocab_size: int) -> tuple[dict[str, Any], bytes]:
-    """(tokenizer.json, tokenizer.model) with exactly `vocab_size` ids and equal encodings.
+    """Returns (tokenizer.json, tokenizer.model) with exactly `vocab_size` ids; both encode alike.
 
-    SentencePiece merges adjacent symbols whose concatenation is a piece, best-scored piece first, leftmost
-    first among equals. The `tokenizers` library merges listed pairs in list order, so every split of a piece
-    into two pieces is listed, pieces by descending score. Raises DataError.
+    SentencePiece merges adjacent symbols whose concatenation is a piece: the best-scored piece first, and the
+    leftmost of equal ones first. The `tokenizers` library merges listed pairs in list order. So the list has
+    every split of a piece into two pieces, by descending score of the piece. Raises DataError.
     """
     model = train_sentencepiece(blocks, vocab_size, "bpe")
     pieces = read_pieces(model)
@@ -478,10 +478,10 @@ def build_sentencepiece_bpe(blocks: Iterator[str], vocab_size: int) -> tuple[dic
 
 
 def _cuts(piece: str) -> list[int]:
-    """Positions to cut a piece in two, in the order that makes the leftmost of overlapping merges first.
+    """Positions to cut a piece in two, in an order that puts the leftmost of overlapping merges first.
 
-    Adjacent symbols x, y, z with x + y = y + z = piece overlap in y, a border of the piece, and the left
-    merge cuts at len(x). Cuts ascend, except where only the shorter of the two borders exists.
+    Two merges overlap if adjacent symbols have x + y = y + z = piece: y is a border, a prefix and suffix of
+    the piece. The left merge cuts at len(x). Cuts ascend, unless only the shorter of the two borders exists.
     """
     length = len(piece)
     cuts = list(range(1, length))
@@ -494,7 +494,7 @@ def _cuts(piece: str) -> list[int]:
 
 
 def _pre_tokenizer(pieces: dict[str, float]) -> dict[str, Any] | None:
-    """Splits before every run of spaces, for speed; exact if no piece has a space after another character."""
+    """Splits before every run of spaces, for speed; None if a piece has a space after another character."""
     if any(re.search(f"[^{SPACE}]{SPACE}", piece) for piece in pieces):
         return None
     return SPACE_SPLIT["pre_tokenizer"]
@@ -503,7 +503,7 @@ def _pre_tokenizer(pieces: dict[str, float]) -> dict[str, Any] | None:
 SCORE_QUANTUM = 1 / 16
 """Scores are rounded to multiples of this, so that their sums are exact in SentencePiece's float32.
 
-Otherwise rounding errors, which differ between libraries, choose between a + aa and aa + a of equal score.
+Otherwise rounding errors would choose between a + aa and aa + a of equal score, differently per library.
 Sums are exact up to 2^20, about 100,000 tokens; rounding changes a piece's probability by at most 3 %.
 """
 
@@ -512,11 +512,11 @@ _SEGMENT = (
     f"{SPACE}*(?:[A-Za-z](?![{_ASCII_SIGNS}{SPACE}])|[{_ASCII_SIGNS}](?![A-Za-z{SPACE}])"
     f"|[^A-Za-z{_ASCII_SIGNS}{SPACE}](?!{SPACE}))*[^{SPACE}]|{SPACE}+"
 )
-"""A segment: text between cuts before a run of spaces or between an ASCII letter and an ASCII sign.
+"""Matches a segment: text is cut before a run of spaces, and between an ASCII letter and an ASCII sign.
 
-No piece crosses such a cut (SentencePiece splits by script and by spaces), so a text's best path is the
-concatenation of its segments' best paths. The cuts also split texts such as `<s>` and `<0x41>`, which the
-`tokenizers` library would otherwise match to the reserved pieces.
+No piece crosses a cut (SentencePiece splits by script and by spaces), so the best path of a text is the
+concatenation of the best paths of its segments. The cuts also split texts such as `<s>` and `<0x41>`;
+otherwise the `tokenizers` library would match them to the reserved pieces.
 """
 
 
@@ -557,7 +557,7 @@ def _with_exact_scores(model: bytes) -> bytes:
 
 
 def _check_segments(content: dict[str, Any], ids: dict[str, int], scores: dict[str, float]) -> None:
-    """Checks the assumptions of `_SEGMENT`, as another version of SentencePiece might break them."""
+    """Checks the assumptions of `_SEGMENT`: another version of SentencePiece might break them."""
     import tokenizers
 
     split = tokenizers.Tokenizer.from_str(json.dumps(content)).pre_tokenizer

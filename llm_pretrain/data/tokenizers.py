@@ -40,7 +40,7 @@ SPACE_SPLIT: dict[str, Any] = {
         "invert": False,
     },
 }
-"""Entries of tokenizer.json under which every run of spaces begins a segment that no token crosses."""
+"""Entries of tokenizer.json that cut text before every run of spaces; no token crosses a cut."""
 
 _TOKENIZER_PATTERNS = ("*token*", "vocab*", "*.model", "*.tiktoken")
 """Names of the files of any Hugging Face tokenizer, including older ones without `tokenizer.json`."""
@@ -61,8 +61,8 @@ class Tokenizer:
     Text never becomes a special token: `</s>` inside a document stays text.
     Attributes: `folder`, `hash` (SHA-256 of `tokenizer.json`, which determines every id), `vocab_size`
     (highest id + 1), `kind` (the algorithm, in words), `special_ids`, `bos_token_id`, `eos_token_id`,
-    `pad_token_id` (None if undefined), `chat_template` (Jinja, or None), `tool_template` (that of
-    conversations with tools, None if it is the same).
+    `pad_token_id` (None if undefined), `chat_template` (Jinja, or None), `tool_template` (for
+    conversations with tools; None if they use `chat_template`).
     """
 
     def __init__(self, folder: Path):
@@ -78,7 +78,7 @@ class Tokenizer:
 
     @contextmanager
     def wrapped_errors(self) -> Iterator[None]:
-        """Turns errors of the library (and its panics) and malformed content into a DataError."""
+        """Turns errors and panics of the library, and errors of malformed content, into a DataError."""
         try:
             yield
         except (DataError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -90,7 +90,7 @@ class Tokenizer:
             ) from error
 
     def _check_spec(self) -> None:
-        """Refuses random ids, and growth at which the library would end the process for want of memory."""
+        """Refuses dropout (random ids) and text growth at which the library runs out of memory and aborts."""
         file = self.folder / "tokenizer.json"
         if dropout := self._spec["model"].get("dropout"):
             raise DataError(
@@ -119,7 +119,7 @@ class Tokenizer:
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise DataError(f"{file}: expected token ids below {MAX_VOCAB_SIZE}, found {self.vocab_size - 1}")
         for entry in self._spec.get("added_tokens", []):
-            if (index := vocabulary.get(entry["content"])) != entry["id"]:  # the library numbers them anew
+            if (index := vocabulary.get(entry["content"])) != entry["id"]:  # the library assigns ids anew
                 raise DataError(
                     f"{file}: expected ids 0 to {self.vocab_size - 1} without a gap, found {entry['id']} for "
                     f"the added token {entry['content']!r}, which is read as {index}; correct added_tokens"
@@ -137,10 +137,9 @@ class Tokenizer:
         self.tool_template = _chat_template(self.folder, "tool_use")
 
     def check_named_tokens(self) -> None:
-        """Refuse further tokens that tokenizer.json lacks: transformers would add them, here they are text.
+        """Raises DataError, with file, key and token, if other files name a token that tokenizer.json lacks.
 
-        Raises:
-            DataError: names the file, its key and the token.
+        transformers would add such a token; here it would stay text.
         """
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         for file in (self.folder / "tokenizer_config.json", self.folder / "special_tokens_map.json"):
@@ -155,11 +154,11 @@ class Tokenizer:
                             f"{file}: {key}: expected tokens that tokenizer.json holds, found "
                             f"{token!r:.100}; save the tokenizer with transformers' save_pretrained"
                         )
-            if "added_tokens_decoder" in content:  # transformers takes tokens from no further file then
+            if "added_tokens_decoder" in content:  # then transformers reads no further file
                 return
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens. Raises DataError for a text it cannot encode."""
+        """Token ids of each text, without special tokens. Raises DataError if a text cannot be encoded."""
         if self._segmenter is None:
             return self._encode(texts)
         segments = [self._segmenter.findall(text) for text in texts]
@@ -189,8 +188,8 @@ class Tokenizer:
     def token_pieces(self) -> list[bytes]:
         """UTF-8 bytes of each id, empty for special and unused ids.
 
-        For a lossless tokenizer the concatenated pieces of a text's ids are the text's bytes. For one whose
-        normaliser changes text or that adds a prefix space, they are an approximation.
+        For a lossless tokenizer, the concatenated pieces of a text's ids are the bytes of the text. They are
+        an approximation if the normaliser changes text or the tokenizer adds a prefix space.
         """
         with self.wrapped_errors():
             pieces = [b""] * self.vocab_size
@@ -204,7 +203,7 @@ class Tokenizer:
             return pieces
 
     def byte_ids(self) -> list[int]:
-        """Ids of `<0x00>` to `<0xFF>`, the bytes of characters that have no token; empty for other kinds."""
+        """Ids of `<0x00>` to `<0xFF>`: bytes of characters without a token; empty without byte fallback."""
         if not self._spec["model"].get("byte_fallback"):
             return []
         vocabulary = self._backend.get_vocab(with_added_tokens=False)
@@ -215,9 +214,9 @@ class Tokenizer:
         return np.array([len(piece) for piece in self.token_pieces()], dtype=np.int64)
 
     def length_shows_loss(self) -> bool:
-        """Whether a text that its tokens do not reproduce is always longer than what they decode to.
+        """Whether every text that decoding does not restore is longer than its decoded text.
 
-        So it is with the tokenizers that `_find_segmenter` accepts; others may change text at equal length.
+        This holds for tokenizers that `_find_segmenter` accepts; others may change text at equal length.
         """
         return self._segmenter is not None
 
@@ -249,9 +248,8 @@ def convert_tokenizer(folder: str | Path, target: Path) -> None:
     try:
         # without a value transformers asks on standard input whether to run the folder's own Python files
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        several = isinstance(
-            tokenizer.chat_template, dict
-        )  # in files, these would not be among TOKENIZER_FILES
+        # TOKENIZER_FILES lacks the files that several templates would be saved to
+        several = isinstance(tokenizer.chat_template, dict)
         tokenizer.save_pretrained(str(target), save_jinja_files=not several)
     except Exception as error:  # transformers raises many types of exception
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -275,7 +273,7 @@ def _kind(spec: dict[str, Any]) -> str:
 
 
 def _chat_template(folder: Path, name: str) -> str | None:
-    """From chat_template.jinja, else from tokenizer_config.json; a single one is named `default`."""
+    """Template from chat_template.jinja or else tokenizer_config.json; a single one is named `default`."""
     template: Any = None
     if (folder / "chat_template.jinja").is_file():
         template = read_data(folder / "chat_template.jinja").decode("utf-8", errors="replace")
@@ -306,7 +304,7 @@ def _find_segmenter(spec: dict[str, Any]) -> re.Pattern[str] | None:
     """A pattern that cuts text into segments that no token crosses, or None.
 
     Every distinct segment is encoded once, which is about twice as fast as encoding whole texts. A pattern is
-    valid if it cuts no token of the vocabulary, as its cuts depend on two adjacent characters only.
+    valid if it cuts no token of the vocabulary, because a cut depends only on the two characters around it.
     """
     model, added = spec["model"], spec.get("added_tokens", [])
     plain = model["type"] == "BPE" and model.get("byte_fallback") and all(token["special"] for token in added)
@@ -333,12 +331,12 @@ def components(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _growth(component: dict[str, Any]) -> float:
-    """Bound of the factor by which a component lengthens a text; they multiply, as 2^40 of 40 `a` → `aa`."""
+    """Bound of the factor by which a component lengthens text. Factors multiply: 40 `a` → `aa` give 2^40."""
     if component["type"] == "ByteLevel":
         return 2.0  # a byte above 127 becomes a character of two bytes
     if component["type"] == "Precompiled":
         data = base64.b64decode(component["precompiled_charsmap"])
-        replacements = data[4 + int.from_bytes(data[:4], "little") :]  # behind a table of that many bytes
+        replacements = data[4 + int.from_bytes(data[:4], "little") :]  # behind a table and its size
         return max(map(len, replacements.split(b"\0")))
     if component["type"] != "Replace":
         return 1.0
@@ -372,7 +370,7 @@ def piece_decoder(spec: dict[str, Any]) -> Callable[[str], bytes]:
 
 
 def _byte_level_alphabet() -> list[str]:
-    """The character of each byte in byte-level BPE: itself if printable, else the next one above 255."""
+    """The character of each byte in byte-level BPE: itself if printable, else the next above 255."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     free = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(free)) for byte in range(256)]
