@@ -79,7 +79,7 @@ class RunFiles:
         )
 
     def logging_steps(self, attempt: Attempt) -> int:
-        """`logging.logging_steps` of an attempt, or of config.yaml if its own is not recorded."""
+        """`logging.logging_steps` of an attempt, or of config.yaml if the attempt's settings are unknown."""
         return (attempt.config or self.config).logging.logging_steps
 
 

@@ -88,7 +88,7 @@ def compare_variants(
     steps: int,
     find_ties: FindTies = lambda reference, run, step: "",
 ) -> list[VariantResult]:
-    """Compare each run with an earlier one of the same precision, by `choose_reference`."""
+    """Compare each run with the run of the same precision that `choose_reference` selects."""
     finished = [run.variant for run in runs if run.exit_code == 0]
     by_variant = {run.variant: run for run in runs}
     results = []

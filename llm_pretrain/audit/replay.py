@@ -37,7 +37,7 @@ def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -
     goes_back = any(row.get("train/skipped") == "rollback" for row in found.values())
     if goes_back and (missing := rollback_problem(segment)):
         return not_replayed(missing)
-    if goes_back and segment.source is not None:  # there a rollback looks for it
+    if goes_back and segment.source is not None:  # a rollback looks for it there
         try:
             shutil.copytree(segment.source, folder / "checkpoints" / segment.source.name)
         except OSError:

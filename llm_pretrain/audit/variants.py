@@ -293,7 +293,7 @@ def parse_meshes(text: str) -> list[str]:
 
 
 def configured_mesh(config: DistributedConfig) -> str:
-    """The configuration's mesh: its strategy, or `CONFIGURED` where it sets sizes."""
+    """Name of the configuration's mesh: the strategy, or `CONFIGURED` if the configuration sets sizes."""
     default = DistributedConfig(strategy=config.strategy)
     plain = all(getattr(config, name) == getattr(default, name) for name in SIZES)
     return config.strategy if plain else CONFIGURED
@@ -380,7 +380,7 @@ def parse_interruptions(text: str) -> list[Interruption]:
 
 
 def choose_save_steps(configured: int, interruptions: Sequence[Interruption]) -> int:
-    """Steps between checkpoints: as configured, or fewer, so that one precedes the first kill."""
+    """Steps between checkpoints: as configured, or fewer, so that a checkpoint precedes the first kill."""
     first_kill = interruptions[0].step if interruptions else 0
     return configured if 0 < configured < first_kill else max(1, min(5, first_kill // 2))
 

@@ -181,7 +181,7 @@ def _micro_batch(config: Config, world_size: int) -> int:
 
 
 def _config(forecast: Forecast, choice: Choice, arguments: argparse.Namespace) -> Config:
-    """The configuration of a choice's run, for this machine or for --gpu with DDP in bf16, as its peak is."""
+    """The configuration of a choice's run, for this machine or for --gpu: DDP in bf16, like GPUs' peaks."""
     machine, world_size = this_machine(), arguments.world_size
     threads = None if arguments.gpu or machine.gpus else max(1, machine.cores // world_size)
     micro_batch = _micro_batch(choice.size.config, world_size)

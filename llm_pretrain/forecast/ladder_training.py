@@ -71,7 +71,7 @@ def threads_of(machine: Machine) -> int:
 
 
 def slots_of(machine: Machine, threads: int) -> int:
-    """Number of runs at once: one per GPU or, without GPUs, as many as the cores have threads for."""
+    """Number of runs at once: one per GPU or, without GPUs, cores ÷ threads of a run."""
     return machine.gpus or max(1, machine.cores // threads)
 
 

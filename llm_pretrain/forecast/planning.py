@@ -29,7 +29,7 @@ MAX_LOSS_RATIO = 1.25
 WIDE_INTERVAL = 0.1
 """Width of an interval, relative to the loss, from which a warning says that it tells little."""
 _STABLE_PARTS = tuple(2 ** (-k / 2) for k in range(6, -1, -1))
-"""Shares of the stable phase at which the predicted curve has points: near enough for lines between them."""
+"""Shares of the stable phase at which the predicted curve has points, close enough for straight lines."""
 
 
 class Choice(NamedTuple):

@@ -29,7 +29,7 @@ _STAGES = 8
 _TRACED = (3, 4)
 """Numbers of layers of the two traces for an extrapolation, besides leading dense layers."""
 _TRACED_OF_A_STAGE = (2, 3)
-"""Numbers of layers per stage if it is a pipeline: a stage reduces its gradients once all are computed."""
+"""Numbers of layers per stage for a pipeline's extrapolation: a stage reduces gradients after all layers."""
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ class RunSeries:
     Args:
         name: Shown in legends.
         train: Columns of the training rows: `step`, `tokens`, `hours`, then metrics by key.
-        evaluation: Columns of the rows with an evaluation: the same three, then metrics by key.
+        evaluation: Columns of the rows with an evaluation: `step`, `tokens`, `hours`, then metrics by key.
         restarts: `{step, tokens, hours, label}` of each attempt after the first.
-        skipped: `{step, tokens, hours, label, value}` of each skipped step; `value` is the last loss before.
+        skipped: `{step, tokens, hours, label, value}` of each skipped step; `value` is the loss before it.
         rows_per_point: Largest number of rows that one point of `train` covers.
     """
 

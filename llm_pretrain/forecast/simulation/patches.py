@@ -175,7 +175,7 @@ def tracked(tracker: Tracker) -> Iterator[None]:
         return made
 
     def inferred(*arguments: Any) -> Any:
-        """DTensor infers shapes on fake tensors, which are no memory."""
+        """DTensor infers shapes on fake tensors, which take no memory."""
         with tracker.paused():
             return infer(*arguments)
 

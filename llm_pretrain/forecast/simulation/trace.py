@@ -60,7 +60,7 @@ class Trace:
         held: Bytes of each kind of tensor at the peak, largest first.
         highest: Most bytes at once in each part of the step; see `Tracker.highest`.
         collectives: In order; of micro batches that do equal work, only one is traced.
-        alike: Number of that micro batch: the first or, in a pipeline, one in the middle.
+        alike: Number of the micro batch that stands for others: the first or, in a pipeline, a middle one.
         repeats: Number of micro batches for which the micro batch `alike` stands.
         padding: The most padded parameter; None if no parameter is padded.
         idle: Time that a rank of a pipeline waits, in times of one micro batch; see `idle_time`.
