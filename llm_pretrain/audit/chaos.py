@@ -47,7 +47,7 @@ from llm_pretrain.runs.rows import rows_of
 PLACES = ("step", "start-up", "save")
 KILLS = ("all", "rank", "launcher")
 LAUNCHER_SECONDS, WORKER_SECONDS = 60.0, 30.0
-"""Seconds in which a launcher must exit after a worker is killed, and workers after their launcher is."""
+"""Seconds that a launcher may live after a worker is killed, and workers after their launcher is killed."""
 _SLOW_STEPS = 3
 """Such a limit grows by so many times the longest time between two rows of the uninterrupted run."""
 _SAVE_STEPS, _EVALUATION_BATCHES = 4, 4
@@ -77,7 +77,7 @@ def make_plan(arguments: argparse.Namespace, machine: Machine) -> ChaosPlan:
     """Check the options of a call and build its plan.
 
     Raises:
-        PretrainError: an option or setting is known to make a launch fail.
+        PretrainError: a launch would fail because of an option or a setting.
     """
     from llm_pretrain.data.loader import open_stores
 

@@ -24,7 +24,7 @@ class Check:
         problems: One line each; a check with problems has failed.
         reason: Why the check, or a part of it, was skipped.
         skipped: Whether the whole check was skipped.
-        folder: The checked folder, if the run may delete it meanwhile; the check then counts as skipped.
+        folder: The checked folder, if the run may delete it meanwhile; if it does, the check is skipped.
     """
 
     name: str

@@ -328,7 +328,7 @@ def relative_difference(left: object, right: object) -> float | None:
 
 
 def rerouted_share(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
-    """Share of choices, of the layer with most, that differ between two rows' `moe/load`; 0 without them."""
+    """Largest share of a layer's choices that differ between two rows' `moe/load`; 0 if a row has none."""
     mine, others = left.get(ROUTING), right.get(ROUTING)
     if mine is None or others is None or mine == others:
         return 0.0
@@ -350,7 +350,7 @@ def compare_runs(
     Args:
         left: Folder of the reference.
         right: Folder of the run.
-        steps: Number of steps that both runs must have rows of; None for all steps that either run has.
+        steps: Number of steps, each with a row in both runs; None for all steps that either run has.
         tolerance: How far the runs may differ.
         find_ties: As in `compare_rows`.
     """

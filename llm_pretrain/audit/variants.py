@@ -121,7 +121,7 @@ def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
     """Check the options of a call and plan its launches.
 
     Raises:
-        PretrainError: an option or setting is known to make a launch fail.
+        PretrainError: a launch would fail because of an option or a setting.
     """
     from llm_pretrain.data.loader import open_stores
 

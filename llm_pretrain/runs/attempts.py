@@ -87,7 +87,7 @@ def _began_elsewhere(attempt: Attempt, run: Path, before: Sequence[Attempt]) -> 
         return False
     resume = attempt.config.checkpoint.resume
     if re.fullmatch(r"step-\d+", Path(resume).name) and Path(resume).name != f"step-{attempt.start:08d}":
-        return False  # not used, because the run had checkpoints of its own
+        return False  # `resume` was not used: the run had checkpoints of its own
     names = {attempt.config.run.folder.name, run.resolve().name}  # the folder may have been moved
     is_own = Path(resume).parent.name == "checkpoints" and Path(resume).parent.parent.name in names
     return not is_own and attempt.start > 0 and all(each.start in (0, attempt.start) for each in before)
