@@ -47,19 +47,19 @@ from llm_pretrain.runs.rows import rows_of
 PLACES = ("step", "start-up", "save")
 KILLS = ("all", "rank", "launcher")
 LAUNCHER_SECONDS, WORKER_SECONDS = 60.0, 30.0
-"""Time limits of a launcher that lost a worker, and of workers that lost their launcher."""
+"""Seconds that a launcher may live after a worker is killed, and workers after their launcher is killed."""
 _SLOW_STEPS = 3
-"""Where a step, save or evaluation takes long, a limit is extended by this many of them."""
+"""Such a limit grows by so many times the longest time between two rows of the uninterrupted run."""
 _SAVE_STEPS, _EVALUATION_BATCHES = 4, 4
 _POLL_SECONDS, _POLL_KILL_SECONDS = 0.02, 0.001
 
 
 @dataclass(kw_only=True)
 class ChaosPlan(LaunchPlan):
-    """A checked chaos call.
+    """The plan of a `llm-pretrain chaos` call, with its options checked.
 
     Args:
-        paths: Launch paths, used in turn.
+        paths: Launch paths; attempts use them in turn.
         world_size: Processes of every attempt and of the uninterrupted run.
         save_steps: Steps between saves.
         kill: One of `KILLS`.
@@ -74,17 +74,17 @@ class ChaosPlan(LaunchPlan):
 
 
 def make_plan(arguments: argparse.Namespace, machine: Machine) -> ChaosPlan:
-    """Check a call.
+    """Check the options of a call and build its plan.
 
     Raises:
-        PretrainError: whatever would make a launch fail and can be found before it.
+        PretrainError: a launch would fail because of an option or a setting.
     """
     from llm_pretrain.data.loader import open_stores
 
     paths, given = parse_words("--paths", arguments.paths, RESUMABLE_PATHS), given_options(arguments)
     config = load_config(given)
     world_size = _world_size(arguments.world_size, config, machine, paths)
-    # three places and one or two launchers in turn: after so many kills each place has met each launcher
+    # places and launchers both rotate (3 places, 1 or 2 launchers), so these kills cover every pair
     places: list[str] = [*PLACES] * len(paths)
     saves, save_steps = len(places) + 2, config.checkpoint.save_steps
     if "--checkpoint.save_steps" not in arguments.settings:
@@ -116,7 +116,7 @@ def make_plan(arguments: argparse.Namespace, machine: Machine) -> ChaosPlan:
 
 
 def _world_size(given: str | None, config: Config, machine: Machine, paths: Sequence[str]) -> int:
-    """Processes as given, else two, or one where two do not fit; checked for every launch path."""
+    """The given number of processes, else 2, or 1 if 2 do not fit; raises if a launch path cannot run it."""
     training = config.training
     if given is not None:
         size, *more = parse_numbers("--world-size", given)
@@ -139,12 +139,12 @@ class KilledAttempt:
     """One start of the run.
 
     Args:
-        path: Its launch path.
-        place: Where it was killed, as observed; `to its end` where it was not.
-        missed: Whether a kill at its start-up came late: the attempt had a row by then.
-        began_at: Its first step; None where it was killed before it wrote one down.
-        checkpoint: Newest committed step at its end.
-        violation: The first broken promise.
+        path: Launch path.
+        place: Where the kill was observed to happen; `to its end` if the attempt was not killed.
+        missed: Whether a kill meant for the start-up came too late: the attempt had already written a row.
+        began_at: First step; None if the attempt was killed before it recorded one.
+        checkpoint: Step of the newest committed checkpoint when the attempt ended.
+        violation: The first check that failed; None if all passed.
     """
 
     path: str
@@ -157,12 +157,12 @@ class KilledAttempt:
 
 @dataclass
 class ChaosResult:
-    """Result of a call; complete up to a signal that ends it.
+    """Result of a call; after a signal it holds the attempts that had ended before the signal.
 
     Args:
-        attempts: The last one ended by itself, unless a promise was broken before.
-        failure: Why the uninterrupted run failed.
-        missing: Why less was shown than asked for.
+        attempts: In order. The last one ran to its end, unless a check failed.
+        failure: Why the uninterrupted run failed; empty if it did not.
+        missing: Why not all planned kills could be tested; empty if they were.
         interrupted: Whether a signal ended the call.
     """
 
@@ -180,7 +180,7 @@ class ChaosResult:
 
     @property
     def summary(self) -> list[str]:
-        """What is wrong, a line for each."""
+        """One line for each problem."""
         lines = [f"the uninterrupted run: {self.failure}"] if self.failure else []
         if self.attempts and (violation := self.attempts[-1].violation):
             lines.append(f"attempt {len(self.attempts)}: {violation.text}")
@@ -190,12 +190,12 @@ class ChaosResult:
 def run_chaos(
     plan: ChaosPlan, context: LaunchContext, result: ChaosResult, *, say: Callable[[str], None]
 ) -> None:
-    """Make the uninterrupted run, kill and resume the other until it ends or a check fails.
+    """Make an uninterrupted run, then kill and resume a second run until it ends or a check fails.
 
     Args:
         plan: The checked call.
         context: Where to launch.
-        result: Filled step by step.
+        result: Receives each attempt as it ends.
         say: Prints a line of progress.
     """
     say(f"the uninterrupted run: {plan.paths[0]} W={plan.world_size}, {plan.steps} steps")
@@ -227,7 +227,7 @@ def run_chaos(
 def _run_next(
     plan: ChaosPlan, context: LaunchContext, number: int, reference: Rows
 ) -> tuple[KilledAttempt, bool]:
-    """Run attempt `number`, from 0 on, and check what it left; also returns whether it was killed."""
+    """Run attempt `number` (from 0) and check its folder; returns (attempt, whether it was killed)."""
     from llm_pretrain.audit import run_checks as checks
 
     folder = plan.output / "killed"
@@ -237,9 +237,9 @@ def _run_next(
     def is_due(monitor: RunMonitor, saving: int | None) -> bool:
         if place == "start-up":
             return monitor.has_begun
-        if place == "save":  # of a checkpoint or its weights
+        if place == "save":  # of a checkpoint or of its exported weights
             return saving is not None and saving % plan.save_steps == 0
-        # after two saves, so that the next attempt has an older checkpoint that it must not begin from
+        # after two saves: the next attempt must not begin from the older one of two checkpoints
         return (monitor.last_step or 0) > (before.checkpoint // plan.save_steps + 2) * plan.save_steps
 
     times = [row["time"] for _, row in sorted(reference.items())]
@@ -275,7 +275,7 @@ def _run_next(
                 or next(exact_differences(reference, found, steps=plan.steps), None)
                 or checks.check_end(plan.output / "reference", folder, plan.steps)
             )
-    except PretrainError as error:  # unreadable files are what the checks look for
+    except PretrainError as error:  # an unreadable file is a violation too
         attempt.violation = attempt.violation or Difference(None, None, text=str(error))
     return attempt, outcome.killed
 
@@ -287,7 +287,7 @@ class Outcome(NamedTuple):
         killed: Whether it was killed; otherwise it ended by itself.
         last_step: Last step whose row was written when it was killed; None without a row.
         saved_step: Step of the checkpoint or weights that it was writing when it was killed.
-        failure: Why it did not end as it should; empty where it did.
+        failure: Why the run did not end as planned; empty if it did.
     """
 
     killed: bool
@@ -303,14 +303,14 @@ def run_or_kill(
     kill: Callable[[RunningJob], None] = RunningJob.kill,
     exit_seconds: float = 60.0,
 ) -> Outcome:
-    """Run a job to its end, or kill it when that is due.
+    """Run a job to its end, or kill it as soon as `is_due` returns True.
 
     Args:
         job: What to start.
         context: Where to start it.
-        is_due: Asked a thousand times a second, with the step that is being saved; None to let the run end.
+        is_due: Called 1000 times a second with the monitor and the step being saved; None: the run ends.
         kill: Sends the signals.
-        exit_seconds: Time limit from then until no process of the run is left.
+        exit_seconds: Time in which all processes of the run must exit after the kill.
     """
     monitor, saving, failure = RunMonitor(job.folder), None, ""
 
@@ -336,7 +336,7 @@ def run_or_kill(
 
 
 def _wait_for_exit(started: RunningJob, seconds: float) -> str:
-    """Wait until launcher and workers are gone; those left at the limit are named, and killed."""
+    """Wait until launcher and workers exit; after `seconds` kill the rest, and name them in the result."""
     sent = time.monotonic()
     while time.monotonic() - sent < seconds:
         if started.process.poll() is not None and not processes_of(started.job.folder):
@@ -349,7 +349,7 @@ def _wait_for_exit(started: RunningJob, seconds: float) -> str:
 
 
 def send_kill(started: RunningJob, kind: str, rank: int) -> None:
-    """SIGKILL to what `kind` of `KILLS` names; `rank` is the worker of kind `rank`."""
+    """Send SIGKILL to what `kind` (of `KILLS`) names; with kind `rank`, to the worker of this `rank`."""
     workers = started.find_workers()
     if kind == "all":
         started.kill()
@@ -380,7 +380,7 @@ def table_line(*cells: str) -> str:
 
 
 def result_content(facts: Mapping[str, Any], result: ChaosResult, plan: ChaosPlan) -> dict[str, Any]:
-    """Content of chaos.json; `facts` are those of the call."""
+    """Content of chaos.json; `facts` describe the call."""
     names = ("world_size", "paths", "save_steps", "kill", "places")
     return {
         "verdict": result.verdict,

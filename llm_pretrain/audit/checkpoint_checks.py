@@ -65,7 +65,7 @@ def check_data(check: Check, run: RunFiles) -> None:
 
 
 def check_checkpoints(checks: Checks, run: RunFiles) -> None:
-    """Check every committed checkpoint, and enter the steps of those without problems."""
+    """Check every committed checkpoint, and add the steps of sound ones to `run.sound`."""
     folder = run.folder / "checkpoints"
     found = committed_folders(folder)
     if not found:
@@ -110,7 +110,7 @@ def _check_checkpoint(check: Check, run: RunFiles, step: int, path: Path) -> Non
 
 
 def _check_row(check: Check, run: RunFiles, step: int, path: Path, manifest: Manifest) -> None:
-    """Compare the checkpoint's token count and digest of the parameters with the row of its step."""
+    """Compare the checkpoint's token count and parameter digest with the row of its step."""
     if (row := run.rows.get(step)) is None:
         return
     if manifest.run.tokens_seen != row.get("train/tokens"):
@@ -148,7 +148,7 @@ _BEST = "best"
 def check_weights(checks: Checks, run: RunFiles) -> None:
     """Check that all exported weights are the checkpoints' tensors in half precision, bit for bit.
 
-    No more than one tensor of a checkpoint and its exports are in memory.
+    Memory holds one tensor of a checkpoint, and its exports, at a time.
     """
     folder = run.folder / "weights"
     paths = [*committed_folders(folder).values()]
@@ -195,7 +195,7 @@ def _check_best(check: Check, run: RunFiles, path: Path) -> int:
 
 
 def _check_tensors(check: Check, run: RunFiles, path: Path, step: int) -> None:
-    """Compare exported weights with the checkpoint of their step, or with the configuration without one."""
+    """Compare exported weights with the checkpoint of their step; if none is left, with the configuration."""
     config, checkpoint = run.config, run.folder / "checkpoints" / folder_name(step)
     content = read_config(path)
     found = content.get("dtype", content.get("torch_dtype"))
@@ -266,7 +266,7 @@ def _compare(
     *,
     values: bool,
 ) -> int:
-    """Compare exported tensors with those expected of `read(name)` for all `names`; returns their number."""
+    """Compare exported tensors with the exports of `read(name)` for all `names`; returns how many are due."""
     left, count = set(files.names), 0
     for name in names:
         if name == "lm_head.weight" and config.model.tie_word_embeddings:

@@ -1,4 +1,4 @@
-"""A check, its result in words, and a list of them."""
+"""`Check`, one check with its result in words, and `Checks`, the list of all checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from llm_pretrain.errors import ConfigError, PretrainError
 
 _SHOWN, _WIDTH = 4, 26
-"""Problems of one check that are printed, the rest are counted; characters of a check's name."""
+"""How many problems of one check are printed (the rest are counted); width of a check's name."""
 
 
 @dataclass
@@ -21,10 +21,10 @@ class Check:
     Args:
         name: What is checked.
         looked_at: What has been checked so far, in words.
-        problems: One line each; with any the check has failed.
+        problems: One line each; a check with problems has failed.
         reason: Why the check, or a part of it, was skipped.
         skipped: Whether the whole check was skipped.
-        folder: What is checked, if the run may delete it meanwhile: the check is skipped then.
+        folder: The checked folder, if the run may delete it meanwhile; if it does, the check is skipped.
     """
 
     name: str
@@ -77,12 +77,12 @@ class Checks:
 
     @property
     def ok(self) -> bool:
-        """Whether none failed."""
+        """Whether no check failed."""
         return not any(check.problems for check in self.done)
 
     @contextmanager
     def check(self, name: str) -> Iterator[Check]:
-        """A check, which fails if a PretrainError or an OSError is raised in it."""
+        """A block that is one check; the check fails if the block raises a PretrainError or an OSError."""
         check = Check(name)
         try:
             yield check
@@ -100,11 +100,11 @@ class Checks:
         self._show(check)
 
     def run(self, name: str, function: Callable[..., None], *arguments: Any) -> Check:
-        """The check `function(check, *arguments)`."""
+        """Run `function(check, *arguments)` as one check, and return the check."""
         with self.check(name) as check:
             function(check, *arguments)
         return check
 
     def skip(self, name: str, reason: str) -> None:
-        """A check that is skipped."""
+        """Add a check that is skipped."""
         self.run(name, Check.skip, reason)

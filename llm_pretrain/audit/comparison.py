@@ -30,7 +30,7 @@ DIGEST = "train/parameters_sha256"
 KEYS = (*SAMPLES, *LOSSES, GRAD_NORM, DIGEST)
 """Keys compared at every step. Inputs come before the numbers that are computed from them."""
 REQUIRED = (*SAMPLES, "train/loss", GRAD_NORM)
-"""Keys of every row of every path. A dense model has no auxiliary loss, the Trainer path no digest."""
+"""Keys that every row has. Rows of a dense model have no auxiliary loss, and Trainer rows no digest."""
 _MACHINE_KEYS = ("time", "perf/")
 """First characters of the keys that measure the machine."""
 _LAUNCH_FACTS = ("launcher", "run_id", "wandb_id")
@@ -40,28 +40,28 @@ PARAMETERS = "parameters"
 
 LOSS_BOUND = {"fp32": 1e-5, "bf16": 2**-8, "fp16": 2**-11}
 """Largest relative difference of a loss between two splits of one batch, by precision. For bf16 and fp16 it
-is the unit round-off u: a micro batch's weight gradients are rounded to u before they are added, so another
-split changes an update by about u of itself, and a loss by u of what training has changed about it."""
+is the unit round-off u. Each micro batch's weight gradients are rounded to u before they are summed. So
+another split changes an update by about the fraction u, and a loss by u times its change since the start."""
 GRAD_NORM_BOUND = {"fp32": 1e-4, "bf16": 2**-6, "fp16": 2**-9}
-"""Bound of the gradient norm, 4u: it depends more strongly on the parameters than the loss does."""
+"""Bound of the gradient norm, in bf16 and fp16 4u. It depends more on the parameters than the loss does."""
 PARAMETERS_BOUND = {"fp32": 1e-6}
 """Bound of the final parameters, for runs of at most PARAMETERS_STEPS steps."""
 PARAMETERS_STEPS = 20
 FIRST_LOSS_BOUND = {"fp32": 1e-6}
-"""Bound of the loss of the first step, before any training, where only the order of sums differs."""
+"""Bound of the first step's loss. Before any training only the order of sums differs."""
 LOSS_STEPS, GRAD_NORM_STEPS, TRAINER_STEPS = 20, 10, 50
-"""Number of steps for which the bounds of losses and gradient norm hold, from the first step with another
-split. Training amplifies rounding: 1e-7 at the first step was measured as a percent of the norm after 25
-steps at a high learning rate, in code that computes the same."""
+"""Number of steps, from the first step with another split, for which the bounds of losses, of the gradient
+norm and of Trainer's loss hold. Training amplifies rounding: at a high learning rate, a difference of 1e-7 at
+the first step was measured to grow to 1 % of the gradient norm after 25 steps, in equivalent code."""
 
 ROUTING = "moe/load"
-"""Share of the tokens of each layer's experts: integers over integers, equal while no token is rerouted."""
+"""Each expert's share of its layer's tokens: a ratio of integers, equal while no token is rerouted."""
 REROUTED_BOUND = {"train/loss": 2**-8, "train/aux_loss": 2**-5, GRAD_NORM: 2**-2}
-"""Bounds from the step on at which a token goes to another expert, measured. Routing is discrete: where two
-experts tie within rounding, another split may choose the other one, and later differences exceed rounding."""
+"""Measured bounds from the first step at which a token goes to another expert. Routing is discrete: if two
+experts tie within rounding, another split may choose the other expert. Later differences exceed rounding."""
 LARGEST_TIE = 0.01
-"""Share of a layer's choices that may change at the first such step without a look at the scores. Of a larger
-share every choice must be shown to be a tie."""
+"""Share of a layer's choices that may differ at the first rerouted step without a check of the router's
+scores. If more differ, `find_ties` must show that every one of them is a tie."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class Tolerance:
     """How far the rows of one run may differ from those of another.
 
     Args:
-        exact: Keys whose values must be the same bits.
+        exact: Keys whose values must be equal bit for bit.
         bounds: Key to the largest relative difference. `parameters` stands for the final parameters.
         note: What is not compared, and why.
-        first_bounds: Replace `bounds` at the first step.
+        first_bounds: Override entries of `bounds` at the first step.
         rerouted: Replaces `bounds` from the first step at which `moe/load` differs; empty for dense models.
-        steps: Number of steps for which `bounds` hold; those of the gradient norm hold for GRAD_NORM_STEPS.
-        start: First step of this tolerance. Before it every key must be exact.
+        steps: Number of steps for which `bounds` hold; the gradient norm's holds for GRAD_NORM_STEPS.
+        start: First step with this tolerance. At earlier steps every key must be equal bit for bit.
         parameters: Whether both runs save checkpoints whose parameters can be compared.
     """
 
@@ -162,11 +162,11 @@ class Difference:
     """A difference beyond the tolerance, or another promise that a run broke.
 
     Args:
-        step: Optimizer step, where it is of one.
-        key: Key of the row; `row` where that is missing, or what else of the run is wrong.
+        step: Optimizer step; None if the difference belongs to no step.
+        key: Key of the row, `row` if the whole row is missing, or the name of what else is wrong.
         expected, found: Values of the reference and of the run; `missing` where a row has no such key.
-        bound: Largest relative difference allowed; None where the values must be the same bits.
-        text: In words, on one line; by default of the others.
+        bound: Largest relative difference allowed; None if the values must be equal bit for bit.
+        text: The difference in words, on one line; by default made from the other fields.
     """
 
     step: int | None
@@ -192,10 +192,10 @@ class Comparison:
     """Result of comparing one run, or a part of it, with another.
 
     Args:
-        verdict: `identical`: every compared key at every step. `not compared`: the samples only. `not
-            replayed`: with the reason as `note`.
+        verdict: `identical`: every compared key is equal at every step. `not compared`: only the samples
+            were compared. `not replayed`: `note` has the reason.
         first: The first difference beyond the tolerance, by step and then in the order of `KEYS`.
-        largest: Key to its largest relative difference over all steps, also where there is no bound.
+        largest: Largest relative difference of each key over all steps, with or without a bound.
         note: What is not compared, and why.
         rerouted_at: First step at which a token went to another expert.
     """
@@ -230,9 +230,9 @@ def compare_rows(
     *,
     due: Iterable[int] | None = None,
 ) -> Comparison:
-    """Compare the rows of steps 1 to `steps`, or of those that are `due`; a missing row is a difference.
+    """Compare the rows of steps 1 to `steps`, or of the `due` steps; a missing row is a difference.
 
-    `find_ties` is asked about the first step at which more than LARGEST_TIE of a layer's choices differ.
+    `find_ties` gets the first rerouted step, if more than LARGEST_TIE of a layer's choices differ there.
     """
     largest: dict[str, float] = {}
     first, same, rerouted_at, ties = None, True, None, ""
@@ -277,9 +277,9 @@ def row_differences(
     keys: Sequence[str] | None = None,
     bounds: Mapping[str, float] | None = None,
 ) -> Iterator[Difference]:
-    """Numbers of two rows of a step that are not the same bits or within their bound.
+    """Yield each value of two rows of a step that is neither equal bit for bit nor within its bound.
 
-    They are those of the `keys`, or all but those that measure the machine. Inputs come first.
+    Compares the `keys`, or by default all keys but those that measure the machine. Inputs come first.
     """
     if expected is None or found is None:
         left, right = ("missing" if row is None else "there" for row in (expected, found))
@@ -299,12 +299,12 @@ def row_differences(
 def exact_differences(
     reference: Rows, rows: Rows, *, steps: int | None = None, owed: int | None = None
 ) -> Iterator[Difference]:
-    """All numbers that are not the reference's, bit for bit, without times and speeds.
+    """Yield every value, except times and speeds, that is not equal to the reference's bit for bit.
 
     Args:
-        reference, rows: Merged by step.
-        steps: Number of steps that must be there; None for those up to the last of `rows`.
-        owed: Step whose evaluation a stop signal postponed to the next attempt.
+        reference, rows: Rows by step.
+        steps: Last step to compare; None for the last step of `rows`.
+        owed: Step whose evaluation a stop signal postponed to the next attempt; `rows` may lack it.
     """
     last = steps if steps is not None else max(rows, default=-1)
     for step in sorted(step for step in {*reference, *rows} if step <= last):
@@ -328,7 +328,7 @@ def relative_difference(left: object, right: object) -> float | None:
 
 
 def rerouted_share(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
-    """Largest share of a layer's choices that went to other experts, by two rows' `moe/load`; 0 without."""
+    """Largest share of a layer's choices that differ between two rows' `moe/load`; 0 if a row has none."""
     mine, others = left.get(ROUTING), right.get(ROUTING)
     if mine is None or others is None or mine == others:
         return 0.0
@@ -345,13 +345,13 @@ def compare_runs(
     tolerance: Tolerance = EXACT,
     find_ties: Callable[[int], str] = lambda step: "",
 ) -> Comparison:
-    """Compare the folder of a run with that of its reference: rows, and the parameters at the end.
+    """Compare two runs by their folders: the rows, and the final parameters.
 
     Args:
         left: Folder of the reference.
         right: Folder of the run.
-        steps: Number of steps of both, each with a row; None for the rows and steps that one of them has.
-        tolerance: How far they may differ.
+        steps: Number of steps, each with a row in both runs; None for all steps that either run has.
+        tolerance: How far the runs may differ.
         find_ties: As in `compare_rows`.
     """
     reference, rows = rows_of_run(left), rows_of_run(right)
@@ -361,7 +361,7 @@ def compare_runs(
     comparison = compare_rows(reference, rows, last, tolerance, find_ties, due=due)
     if comparison.verdict == "not compared" or not tolerance.parameters:
         return comparison
-    try:  # also where the rows' digests are equal, since a resume reads the checkpoint
+    try:  # even if the rows' digests are equal, since a resume reads the checkpoint
         distance = parameters_distance(left, right, last)
     except PretrainError as error:
         digests = [each.get(last, {}).get(DIGEST) for each in (reference, rows)]
@@ -384,7 +384,7 @@ def rows_of_run(folder: Path) -> Rows:
 def add_parameters_distance(
     comparison: Comparison, distance: float, steps: int, tolerance: Tolerance
 ) -> None:
-    """Add the relative norm of the final parameters' difference, and compare it with its bound."""
+    """Add the relative distance of the final parameters to a comparison, and check it against its bound."""
     comparison.largest[PARAMETERS] = distance
     bound = tolerance.bounds.get(PARAMETERS) if comparison.rerouted_at is None else None
     if DIGEST in tolerance.exact:
@@ -420,7 +420,7 @@ def parameters_distance(left: Path, right: Path, step: int) -> float:
 def manifest_differences(
     left: Manifest, right: Manifest, left_out: Collection[str] = ()
 ) -> Iterator[Difference]:
-    """Numbers of two checkpoints' manifests that equal runs agree on and these do not, but for `left_out`."""
+    """Yield the entries, except `left_out`, that two checkpoints' manifests should share but do not."""
     expected, found = (_numbers(each) for each in (left, right))
     for name in sorted({*expected, *found}.difference(left_out)):
         value, other = (each.get(name, "missing") for each in (expected, found))
@@ -430,7 +430,7 @@ def manifest_differences(
 
 
 def _numbers(content: Manifest) -> dict[str, Any]:
-    """What a manifest says by name, without what names the run, how it was launched, and its tensors."""
+    """A manifest's entries by name, without its tensors and without `_LAUNCH_FACTS`."""
     run = {name: value for name, value in vars(content.run).items() if name not in _LAUNCH_FACTS}
     parts = {"scalars": content.scalars, "extra": run.pop("extra"), "fingerprints": run.pop("fingerprints")}
     inner = {f"{part}.{name}": value for part, of in parts.items() for name, value in of.items()}
@@ -440,13 +440,13 @@ def _numbers(content: Manifest) -> dict[str, Any]:
 def tensor_differences(
     reference: Path, folder: Path, left: Manifest, right: Manifest
 ) -> Iterator[Difference]:
-    """Tensors of two sound checkpoints that are not the same bits; one of each is in memory.
+    """Yield the tensors of two sound checkpoints that differ in any bit; memory holds one tensor of each.
 
-    `left` and `right` are their manifests.
+    `left` is the manifest of `reference`, `right` the manifest of `folder`.
     """
     from llm_pretrain.checkpoints.opening import CheckpointTensors
 
-    if left.files == right.files:  # the same bytes: their digests were verified
+    if left.files == right.files:  # equal digests, which were verified, so equal bytes
         return
     with CheckpointTensors(reference, left) as expected, CheckpointTensors(folder, right) as found:
         for name in dict.fromkeys([*left.tensors, *right.tensors]):
@@ -459,9 +459,9 @@ def tensor_differences(
 
 
 def tensor_difference(expected: Tensor, found: Tensor) -> str:
-    """How many elements of two tensors of one shape and dtype differ, and by how much; empty where none do.
+    """Say how many elements of two tensors of one shape and dtype differ, and by how much; empty if none.
 
-    Bits of NaN and the sign of zero count.
+    Different bits of NaN and different signs of zero count as differences.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Checks of a run's samples for `llm-pretrain verify`: each once an epoch, and those that the rows name."""
+"""Checks of a run's samples for `llm-pretrain verify`: how often they occur, and the rows' digests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llm_pretrain.runs.attempts import Attempt, owner_of
 from llm_pretrain.runs.rows import Row
 
 DEFAULT_TOKENS = 1 << 26
-"""Positions that are assembled again by default: some seconds of work."""
+"""Tokens of the batches that are assembled again by default: some seconds of work."""
 DEFAULT_SAMPLES = 1 << 23
 """Samples that are counted by default: some seconds of work."""
 _CHUNK = 1 << 16
@@ -26,7 +26,7 @@ _CHUNK = 1 << 16
 class AttemptSamples:
     """The samples of a run, for each of its attempts.
 
-    The settings that determine the order are equal in all of them, except for later `data.weight_changes`.
+    All attempts share the settings that determine the sample order, except for later `data.weight_changes`.
     """
 
     def __init__(self, config: Config):
@@ -44,12 +44,12 @@ class AttemptSamples:
 def check_samples(checks: Checks, run: RunFiles, wanted: str | int | None) -> None:
     """Check that each epoch has every sample once, and that the run trained on exactly these samples.
 
-    The first counts the samples of the order, up to the last row. The second assembles the batches again from
-    the stores and compares their digests with the rows'.
+    The check `epochs` counts the samples in their order, up to the last row. The check `samples` assembles
+    the batches again from the stores and compares their digests with the rows' digests.
 
     Args:
         checks: Receives the results.
-        run: With its configuration and rows.
+        run: The run, whose configuration and rows have been read.
         wanted: Rows to assemble again: `all`, a number of rows, or None for some seconds of work.
     """
     if not run.rows:
@@ -79,12 +79,12 @@ def _check_epochs(check: Check, run: RunFiles, samples: MicroBatches, everything
 
 
 class _EpochCounter:
-    """Counts one source's samples in each epoch, and reports those that are not there once.
+    """Counts one source's samples in each epoch, and reports those that do not occur exactly once.
 
     Args:
         check: Receives the problems.
         label: Name of the source.
-        length: Its sequences.
+        length: Number of its sequences.
     """
 
     def __init__(self, check: Check, label: str, length: int):
@@ -111,7 +111,7 @@ class _EpochCounter:
                 self.drawn = 0
 
     def finish(self) -> str:
-        """Check the epoch that has begun; returns the counts as text."""
+        """Check the unfinished epoch; returns the counts of all epochs as text."""
         if (often := int((self.counts > 1).sum())) > 0:
             begun = f"epoch {self.epochs + 1}, begun"
             self._fail(f"{begun}: expected no sequence twice, found {often} more often")
@@ -143,10 +143,10 @@ def _check_digests(check: Check, run: RunFiles, samples: AttemptSamples, wanted:
 
 
 def _intervals(run: RunFiles) -> Iterator[tuple[Attempt, int | None, Row | None, Row]]:
-    """(attempt, first step counted from 0, row that ends there, row) of each row, in order.
+    """Yield (attempt, first step counted from 0, row before that step or None, row) for each row, in order.
 
-    A row that was due ends an interval even if it is missing. The step is None where the interval began in
-    another run.
+    The first step follows the previous row, or a row that was due but is missing. It is None if another run
+    began the interval.
     """
     before: Row | None = None
     for step, row in run.rows.items():
@@ -171,7 +171,7 @@ def _choose_rows(count: int, wanted: str | int | None, config: Config, every: in
 def _compare(
     check: Check, samples: AttemptSamples, attempt: Attempt, first: int, before: Row | None, row: Row
 ) -> None:
-    """Compare one row with the samples of steps first … row's step - 1, counted from 0."""
+    """Compare one row with the samples of steps `first` to `row["step"] - 1`, counted from 0."""
     data, training = samples.of(attempt), samples.config.training
     digest, tokens, own, step = torch.zeros(8, dtype=torch.int64), 0, 0, row["step"]
     for number in range(first, step):

@@ -28,15 +28,15 @@ _MOST_STEPS = 1 << 24
 
 @dataclass
 class RunFiles:
-    """What has been read of a run so far; the checks that read it come before those that use it.
+    """What has been read of a run so far; a check that fills a field runs before the checks that use it.
 
     Args:
-        folder: The run's.
+        folder: The run's folder.
         status: Content of status.json; empty if it cannot be read.
         known_config: Content of config.yaml, with `model.vocab_size` filled in; None if it cannot be read.
         manifests: Step and manifest of each committed checkpoint whose manifest is sound, ascending.
-        attempts: Its starts; empty if the files cannot be read, or do not exist yet.
-        rows: Rows by step of the optimizer steps that led to the last one, without lost work.
+        attempts: Starts of the run; empty if the files cannot be read, or do not exist yet.
+        rows: Rows of optimizer steps, by step, without lost work (`read_metrics`).
         fingerprints: Fingerprints of the configuration; None if the stores cannot be opened.
         sound: Steps of the checkpoints without problems.
     """
@@ -52,16 +52,16 @@ class RunFiles:
 
     @property
     def config(self) -> Config:
-        """The configuration, for checks that are made only if it could be read."""
+        """The configuration, for checks that run only if config.yaml could be read."""
         assert self.known_config is not None
         return self.known_config
 
     @property
     def ended_with_save(self) -> bool:
-        """Whether the run has ended, by status.json, and so has saved.
+        """Whether status.json says that the run ended after it saved a checkpoint.
 
-        False for one that was stopped before its first step: at step 0, or before it wrote config.yaml if it
-        began from another run's checkpoint.
+        False for a run that was stopped before its first step: at step 0 or, if it began from another run's
+        checkpoint, before it wrote config.yaml.
         """
         status = self.status
         is_at_start = status.get("step") == 0 and status.get("checkpoint") is None
@@ -79,7 +79,7 @@ class RunFiles:
         )
 
     def logging_steps(self, attempt: Attempt) -> int:
-        """`logging.logging_steps` of an attempt, or of config.yaml if its own is not recorded."""
+        """`logging.logging_steps` of an attempt, or of config.yaml if the attempt's settings are unknown."""
         return (attempt.config or self.config).logging.logging_steps
 
 
@@ -87,8 +87,8 @@ def check_status_file(check: Check, run: RunFiles) -> None:
     """Read status.json.
 
     Raises:
-        DataError: it is missing or no JSON object.
-        CheckpointError: it has no known state.
+        DataError: status.json is missing or is no JSON object.
+        CheckpointError: status.json has no known state.
     """
     file = run.folder / "status.json"
     content = read_object(file)
@@ -102,11 +102,11 @@ def read_config(check: Check, run: RunFiles) -> None:
     """Read the run's config.yaml.
 
     Raises:
-        ConfigError: it cannot be read, or is invalid.
+        ConfigError: config.yaml cannot be read, or is invalid.
     """
     file, size = run.folder / "config.yaml", run.status.get("world_size")
     if not file.exists() and run.status and not run.ended_with_save and not run.has_rows_or_checkpoints:
-        check.skip("not written yet")  # only status.json is written before it
+        check.skip("not written yet")  # a run writes only status.json before config.yaml
         return
     try:
         tree = read_yaml_file(file)
@@ -126,7 +126,7 @@ def read_config(check: Check, run: RunFiles) -> None:
 
 
 def _problems(config: Config, world_size: int) -> list[str]:
-    """Problems of `validate` that do not depend on the machine and folder from which a run is looked at."""
+    """The problems that `validate` finds, without those that depend on this machine or the run's folder."""
     anywhere = replace(
         config,
         run=replace(config.run, output_dir=None),
@@ -137,14 +137,14 @@ def _problems(config: Config, world_size: int) -> list[str]:
 
 
 def read_history(check: Check, run: RunFiles) -> None:
-    """Read the attempts and the rows of the steps that led to the last one; no due row may be missing."""
+    """Read the attempts, and the rows without lost work; fail if a row that was due is missing."""
     file = run.folder / "metrics.jsonl"
     if not run.ended_with_save and not run.has_rows_or_checkpoints:
         check.skip("no row has been written yet")
         return
     attempts = read_attempts(run.folder)
 
-    def keep(row: Row) -> Row:  # `moe/load` of a long run fills the memory
+    def keep(row: Row) -> Row:  # `moe/load` of a long run would fill the memory
         return {key: value for key, value in row.items() if not isinstance(value, list)}
 
     rows = read_metrics(file, convert=keep, starts=row_starts(attempts))
@@ -158,7 +158,7 @@ def read_history(check: Check, run: RunFiles) -> None:
     run.attempts = attempts
     last = max([attempts[-1].start, *run.rows, _ended_at(run) or 0])
     due: list[int] = []
-    starts = (each.start for each in attempts if each.start < last)  # a later one is lost work
+    starts = (each.start for each in attempts if each.start < last)  # a later start is lost work
     for begin, end in pairwise(sorted({origin, last, *starts})):
         every = run.logging_steps(owner_of(end, attempts))
         due += range((begin // every + 1) * every, end + 1, every)
@@ -172,7 +172,7 @@ def read_history(check: Check, run: RunFiles) -> None:
 
 
 def _ended_at(run: RunFiles) -> int | None:
-    """Step at which a run finished or stopped, so that rows must exist up to it; None in other states."""
+    """Step at which a run finished or stopped: rows must exist up to this step. None in other states."""
     last, step = run.config.training.max_steps, run.status.get("step")
     if run.status.get("state") == "finished":
         return last
@@ -193,7 +193,7 @@ def check_twice(check: Check, run: RunFiles) -> None:
 
 def check_status(check: Check, run: RunFiles) -> None:
     """Check that the step and the checkpoint of status.json agree with the folder."""
-    if run.status["state"] == "running":  # it may have changed since
+    if run.status["state"] == "running":  # status.json may have changed since it was read
         with suppress(PretrainError):
             check_status_file(check, run)
     state, step, config = run.status["state"], run.status.get("step"), run.known_config
@@ -239,5 +239,5 @@ def spans(numbers: list[int], most: int = 5) -> str:
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether it is an int, but not a bool."""
+    """Whether `value` is an int but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)

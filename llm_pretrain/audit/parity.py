@@ -30,7 +30,7 @@ from llm_pretrain.launch.options import say
 from llm_pretrain.runs.monitor import RunMonitor
 
 FindTies = Callable[["VariantRun", "VariantRun", int], str]
-"""The choices that differ between a reference and a run at a step in words, if all are ties; else empty."""
+"""(reference, run, step) -> the expert choices that differ there, in words, if all are ties; else empty."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class VariantRun:
 
     Args:
         variant: What was launched.
-        folder, log: Its run folder and its output.
+        folder, log: The run's folder, and the file with the launch's output.
         exit_code: The launcher's exit code.
         seconds: From start to end.
         timed_out: Whether it was killed at the time limit.
@@ -59,7 +59,7 @@ class VariantRun:
 
     @property
     def error_lines(self) -> tuple[str, ...]:
-        """Why it failed; empty where it did not."""
+        """Why the launch failed; empty if it did not."""
         if self.timed_out:
             return (f"no end after {self.seconds:.0f} s, killed",)
         return tuple(last_error_lines(self.log)) if self.exit_code else ()
@@ -71,9 +71,9 @@ class VariantResult:
 
     Args:
         run: The variant's run.
-        comparison: With `against`, or with itself where that is None.
-        against: The variant that it was compared with.
-        is_reference: Whether others are compared with it, and it with none.
+        comparison: Of the run with `against`, or with itself if `against` is None.
+        against: The variant that the run was compared with.
+        is_reference: Whether other runs are compared with this run, and this run with no other.
     """
 
     run: VariantRun
@@ -88,7 +88,7 @@ def compare_variants(
     steps: int,
     find_ties: FindTies = lambda reference, run, step: "",
 ) -> list[VariantResult]:
-    """Compare each run with an earlier one of the same precision, by `choose_reference`."""
+    """Compare each run with the run of the same precision that `choose_reference` selects."""
     finished = [run.variant for run in runs if run.exit_code == 0]
     by_variant = {run.variant: run for run in runs}
     results = []
@@ -118,8 +118,8 @@ def choose_reference(
 ) -> Variant | None:
     """The variant to compare with; None for the first of its precision.
 
-    It is the first variant of the same split and mesh on another path. Without one it is the first
-    earlier variant for which there are bounds, or else the first of the precision.
+    The first choice is the first variant of the same split and mesh, on another path. Without such a variant
+    the reference is the first earlier one for which there are bounds, or else the first of the precision.
     """
     pool = [each for each in finished if each.precision == variant.precision]
     candidates = [each for each in pool if each.path != "trainer"]
@@ -143,7 +143,7 @@ class InterruptedAttempt:
         checkpoint: Step of the newest committed checkpoint at its start; 0 without any.
         first_step, last_step: Steps of its first and last row; None without a row.
         killed: Whether it was killed.
-        violation: How it did not begin right after its checkpoint.
+        violation: Set if the attempt did not begin right after its checkpoint, or omitted a step.
     """
 
     path: str
@@ -170,7 +170,7 @@ class InterruptedResult:
 def compare_interrupted(
     reference: VariantRun, folder: Path, attempts: Sequence[InterruptedAttempt], config: Config, steps: int
 ) -> Comparison:
-    """Compare an interrupted run with an uninterrupted one: exact up to the first attempt at another W."""
+    """Compare an interrupted and an uninterrupted run: exactly, until an attempt has another world size."""
     variant, tolerance = reference.variant, EXACT
     for attempt in attempts:
         if attempt.world_size != variant.world_size and attempt.first_step is not None:
@@ -186,20 +186,20 @@ def compare_interrupted(
 
 
 def launch_and_compare(plan: ParityPlan, context: LaunchContext) -> list[VariantResult]:
-    """Run every variant, and compare the runs; in the order of the plan."""
+    """Run every variant, and compare the runs; returns the results in the order of the plan."""
     runs = _run_variants(plan, context)
     return compare_variants(runs, plan.config, plan.steps, partial(_find_ties, plan, context))
 
 
 def _job(plan: ParityPlan, variant: Variant, name: str, *more: str) -> Job:
-    """A launch of a variant in the folder of this name, with `more` options."""
+    """The launch of a variant into the subfolder `name` of the output, with `more` options."""
     folder, log, options = plan.output / name, plan.output / f"{name}.log", plan.options_of(variant)
     strategy = plan.strategy_of(variant)
     return Job(variant.path, variant.world_size, folder, log, (*options, *more), plan.threads, strategy)
 
 
 def _run_variants(plan: ParityPlan, context: LaunchContext) -> list[VariantRun]:
-    """Launch every variant, with a line of progress for each; in the order of the table."""
+    """Launch every variant and print a line of progress for each; returns them in the order of the table."""
     variants: dict[Job, Variant] = {}
     for each in plan.variants:
         variants[_job(plan, each, each.name)] = each
@@ -220,12 +220,12 @@ def _run_variants(plan: ParityPlan, context: LaunchContext) -> list[VariantRun]:
 def _find_ties(
     plan: ParityPlan, context: LaunchContext, reference: VariantRun, run: VariantRun, step: int
 ) -> str:
-    """A `FindTies`, which launches both again for their parameters before the step."""
+    """A `FindTies` that launches both variants again, to get their parameters before the step."""
     from llm_pretrain.audit.ties import find_ties
     from llm_pretrain.checkpoints.opening import open_model
 
     before, kept = str(step - 1), str(max(2, plan.steps))
-    if step == 1 or context.machine.gpus:  # the same parameters; a CPU's passes do not choose as a GPU's
+    if step == 1 or context.machine.gpus:  # equal parameters; CPU passes choose unlike a GPU's
         return ""
     say(f"again  {reference.variant} and {run.variant}, whose choices of experts differ at step {step}")
     options = ("--checkpoint.save_steps", before, "--checkpoint.keep_last", kept)
@@ -245,7 +245,7 @@ def _find_ties(
 def run_interrupted(
     plan: ParityPlan, context: LaunchContext, option: str, reference: VariantResult
 ) -> InterruptedResult | None:
-    """Run the first variant again with its interruptions, and compare it with the uninterrupted run."""
+    """Run the first variant again, with the plan's interruptions, and compare the two runs."""
     if not plan.interruptions:
         return None
     first, save = plan.variants[0], ("--checkpoint.save_steps", str(plan.save_steps))
@@ -267,15 +267,15 @@ def run_interrupted(
 def run_attempts(
     jobs: Sequence[Job], kills: Sequence[int], context: LaunchContext
 ) -> tuple[list[InterruptedAttempt], tuple[str, ...]]:
-    """Run the jobs one after another, each but the last killed as soon as the row of its step is written.
+    """Run the jobs one after another; kill each but the last as soon as the row of its kill step is written.
 
     Args:
-        jobs: All with the same folder and log.
-        kills: Steps, one less than jobs.
+        jobs: Jobs that share one folder and log.
+        kills: Step of each kill, one fewer than `jobs`.
         context: Where to start them.
 
     Returns:
-        The attempts, and why one did not run as planned (with the end of its log), or nothing.
+        (attempts, ()), or ([], lines that say why an attempt did not run as planned, with its log's end).
     """
     from llm_pretrain.audit.run_checks import check_start, scan_folder, steps_of_attempt
 
@@ -313,7 +313,7 @@ def is_violated(results: Sequence[VariantResult], interrupted: InterruptedResult
 def result_content(
     facts: Mapping[str, Any], results: Sequence[VariantResult], interrupted: InterruptedResult | None
 ) -> dict[str, Any]:
-    """Content of parity.json; `facts` are those of the call."""
+    """Content of parity.json; `facts` describe the call."""
     cells = [
         {
             **dataclasses.asdict(each.run.variant),

@@ -37,7 +37,7 @@ def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -
     goes_back = any(row.get("train/skipped") == "rollback" for row in found.values())
     if goes_back and (missing := rollback_problem(segment)):
         return not_replayed(missing)
-    if goes_back and segment.source is not None:  # where a rollback looks for it
+    if goes_back and segment.source is not None:  # a rollback looks for it there
         try:
             shutil.copytree(segment.source, folder / "checkpoints" / segment.source.name)
         except OSError:
@@ -66,9 +66,9 @@ def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -
 
 
 def rollback_problem(segment: Segment) -> str:
-    """Why a segment with a rollback cannot be replayed; empty where it can.
+    """Why a segment with a rollback cannot be replayed; empty if it can.
 
-    A rollback goes to the last periodic checkpoint, so saves must be the run's, and none other can be made.
+    A rollback returns to the last periodic checkpoint, so the replay must save at exactly the run's steps.
     """
     every = segment.legs[0].config.checkpoint.save_steps
     own = [segment.start, *(leg.last for leg in segment.legs)]
@@ -84,13 +84,13 @@ def rollback_problem(segment: Segment) -> str:
 
 
 def _is_saved(segment: Segment, leg: Leg) -> bool:
-    """Whether a leg ends with a checkpoint: to compare or continue from it, or where no row is due."""
+    """Whether a leg ends with a checkpoint: it is compared, the next leg needs it, or no row is due."""
     is_needed = segment.target is not None or leg is not segment.legs[-1]
     return is_needed or leg.last % leg.config.logging.logging_steps != 0
 
 
 def _job(plan: ReplayPlan, segment: Segment, leg: Leg, number: int, *, goes_back: bool) -> Job:
-    """The launch of a leg, whose settings are written beside its log."""
+    """The launch of a leg; writes the leg's settings to a file beside its log."""
     folder = plan.output / segment.name
     file = plan.output / f"{segment.name}{'' if number == 1 else f'-{number}'}.yaml"
     file.write_text(dump_yaml(leg.config))
@@ -107,18 +107,18 @@ def _job(plan: ReplayPlan, segment: Segment, leg: Leg, number: int, *, goes_back
 
 
 def run_leg(job: Job, context: LaunchContext, last: int, *, saves: bool) -> list[str]:
-    """Launch, and end all processes once the state after step `last` is there.
+    """Launch a leg, and end all its processes once the state after step `last` is written.
 
-    The run itself would go on: its schedule depends on `training.max_steps`, which stays.
+    Left alone, the leg would train on: the schedule depends on `training.max_steps`, which stays unchanged.
 
     Args:
         job: What to launch.
         context: Where to launch it.
         last: The leg's last step.
-        saves: Whether its checkpoint is waited for, or its row alone.
+        saves: Whether to wait for the checkpoint of step `last`; if False, for its row only.
 
     Returns:
-        Why it ended before, with the end of its output; empty where it did not.
+        Why the leg ended before step `last`, with the end of its output; empty if it reached the step.
     """
     monitor, checkpoint = RunMonitor(job.folder), job.folder / "checkpoints" / folder_name(last)
 
@@ -144,7 +144,7 @@ def verdict_of(plan: ReplayPlan, results: Sequence[SegmentResult]) -> str:
 def replay_record(
     facts: Mapping[str, Any], plan: ReplayPlan, results: Sequence[SegmentResult]
 ) -> dict[str, Any]:
-    """The line of the run's replays.jsonl; `facts` are those of the call."""
+    """The line for the run's replays.jsonl; `facts` describe the call."""
     legs = [leg for each in results for leg in each.segment.legs]
     segments = []
     for each in results:
@@ -172,7 +172,7 @@ def replay_record(
 def result_content(
     facts: Mapping[str, Any], plan: ReplayPlan, results: Sequence[SegmentResult]
 ) -> dict[str, Any]:
-    """Content of replay.json; `facts` are those of the call."""
+    """Content of replay.json; `facts` describe the call."""
     return {
         "verdict": verdict_of(plan, results),
         "run": str(plan.run),

@@ -1,4 +1,4 @@
-"""Checks a run's folder: whole, begun at the right step, and equal to another run's, bit for bit."""
+"""Checks that a run's folder is whole, began at the right step, and equals another run's bit for bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FolderState(NamedTuple):
 
 
 def scan_folder(folder: Path) -> FolderState:
-    """The present state of a run's folder, which may not exist."""
+    """The present state of a run's folder; the folder need not exist."""
     rows, starts = (len(_lines(folder / name)) for name in ("metrics.jsonl", "attempts.jsonl"))
     return FolderState(newest_step(folder / "checkpoints"), rows, starts)
 
@@ -41,14 +41,14 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def steps_of_attempt(folder: Path, before: FolderState) -> tuple[list[int], list[int]]:
-    """Steps of the training rows of an attempt, and its first steps according to attempts.jsonl."""
+    """(steps of the training rows since `before`, first steps that attempts.jsonl records since then)."""
     rows, starts = _lines(folder / "metrics.jsonl"), _lines(folder / "attempts.jsonl")
     written = [row["step"] for row in rows[before.rows :] if is_training_row(row)]
     return written, [start["step"] + 1 for start in starts[before.starts :]]
 
 
 def check_start(folder: Path, before: FolderState) -> Difference | None:
-    """The attempt begins right after the newest checkpoint, and its rows omit no step."""
+    """Check that an attempt began right after the newest checkpoint, and that its rows omit no step."""
     written, declared = steps_of_attempt(folder, before)
     expected, newest = before.checkpoint + 1, before.checkpoint
     after = f"after the checkpoint of step {newest}" if newest else "without a checkpoint"
@@ -62,7 +62,7 @@ def check_start(folder: Path, before: FolderState) -> Difference | None:
 
 
 def postponed_evaluation(folder: Path) -> int | None:
-    """Step of the newest checkpoint where the next attempt still has to evaluate it, after a stop signal."""
+    """Step of the newest checkpoint if a stop signal left its evaluation to the next attempt, else None."""
     committed = committed_folders(folder / "checkpoints")
     if not committed:
         return None
@@ -71,7 +71,7 @@ def postponed_evaluation(folder: Path) -> int | None:
 
 
 def check_committed(folder: Path) -> Difference | None:
-    """Every committed checkpoint and folder of weights of a run is whole."""
+    """Check that every committed checkpoint and weights folder of a run is whole."""
     for step, path in committed_folders(folder / "checkpoints").items():
         if problems := checkpoint_problems(path, step):
             return Difference(step, "checkpoint", text=f"{path} is damaged: {'; '.join(problems)}")
@@ -86,7 +86,7 @@ def check_committed(folder: Path) -> Difference | None:
 
 
 def checkpoint_problems(path: Path, step: int) -> list[str]:
-    """One line for each way in which a folder is not a sound checkpoint of `step`."""
+    """The reasons why a folder is not a sound checkpoint of `step`, one line each."""
     try:
         content = read_manifest(path)
     except PretrainError as error:
@@ -97,7 +97,7 @@ def checkpoint_problems(path: Path, step: int) -> list[str]:
 
 
 def check_end(reference: Path, folder: Path, steps: int) -> Difference | None:
-    """A finished run of `steps` has the reference's status, checkpoint and weights, one tensor in memory."""
+    """Check that a run finished at `steps`, with the reference's checkpoint and weights, tensor by tensor."""
     status = read_status(folder / "status.json")
     found = status.get("state"), status.get("exit_code"), status.get("step")
     if found != ("finished", 0, steps):

@@ -34,13 +34,13 @@ from llm_pretrain.runs.replays import HELD
 from llm_pretrain.runs.rows import is_training_row
 
 EXACT = (*SAMPLES, "train/tokens", "train/learning_rate")
-"""Keys that are the same bits on any hardware, mesh and number of processes."""
+"""Keys whose values are equal bit for bit on any hardware, mesh and number of processes."""
 _NOT_COMPARED = ("extra.best", "extra.evaluation_owed")
-"""Numbers of a manifest: the best weights so far, which a replay does not keep; and whether a stop signal
-ended an evaluation, which it does not."""
+"""Entries of a manifest that a replay cannot match: it keeps no best weights, and no stop signal ends its
+evaluations."""
 _EVALUATION = ("extra.evaluation", "extra.evaluation_step")
 _NO_ARITHMETIC = ("cpu_threads", "timeout_seconds")
-"""Settings of `distributed` that do not name a mesh; threads are part of the environment."""
+"""Settings of `distributed` that are no part of a mesh; the environment has the number of threads too."""
 
 
 @dataclass(kw_only=True)
@@ -48,15 +48,15 @@ class SegmentResult(Comparison):
     """Result of replaying a segment, and of comparing it with the run.
 
     Args:
-        segment: As planned.
+        segment: The planned segment.
         rows: Number of rows compared.
-        columns: All keys that differ in the first row that does.
+        columns: All keys that differ in the first differing row.
         other_rows: Steps of all rows that differ.
-        facts: Numbers of the checkpoint's manifest that differ, and whether it is damaged.
-        tensors: Those that differ.
-        compared: Number of tensors compared; None where rows alone are.
+        facts: Entries of the checkpoint's manifest that differ, or the checkpoint's damage.
+        tensors: Tensors that differ.
+        compared: Number of tensors compared; None if only rows were compared.
         failure: Last lines of the log of a failed launch.
-        seconds: Duration of all its launches.
+        seconds: Duration of all launches of the segment.
     """
 
     segment: Segment
@@ -95,8 +95,8 @@ def compare_segment(
     """Compare a replayed segment with the run.
 
     Args:
-        segment: With its legs.
-        replayed, found: Rows of the replay and of the run, of the segment's steps.
+        segment: The segment, with its legs.
+        replayed, found: Rows of the segment's steps, from the replay and from the run.
         folder: Folder of the replay.
         environments: Environments of the replay's launches, one for each leg.
 
@@ -104,7 +104,7 @@ def compare_segment(
         PretrainError: a file of the replay cannot be read.
     """
     lost = segment.target if segment.target and not segment.target.exists() else None
-    if lost:  # as where none was kept
+    if lost:  # compare as if the checkpoint had not been kept
         segment = dataclasses.replace(segment, target=None)
     result = _compare_kept(segment, replayed, found, folder, environments)
     if lost and result.verdict in HELD:
@@ -120,7 +120,7 @@ def compare_segment(
 def _compare_kept(
     segment: Segment, replayed: Rows, found: Rows, folder: Path, environments: Sequence[Mapping[str, Any]]
 ) -> SegmentResult:
-    """Compare a segment whose target is there."""
+    """Compare a segment with no target, or with a target that exists."""
     result = SegmentResult("identical", segment=segment, rows=len(replayed))
     target = segment.target
     problems = checkpoint_problems(target, segment.end) if target else []
@@ -161,9 +161,9 @@ def _compare_kept(
 
 
 def inexact_because(leg: Leg, environment: Mapping[str, Any]) -> list[str]:
-    """Why identical bits are not promised for a leg; empty where they are.
+    """Why identical bits are not promised for a leg; empty if they are.
 
-    `environment` is that of its replay.
+    `environment` is the environment of the leg's replay.
     """
     then, config = leg.attempt, leg.config
     assert then.config is not None
@@ -204,7 +204,7 @@ def _compare_within_bounds(
     *,
     on_other_device: bool,
 ) -> None:
-    """Replace the result by that of a comparison within the bounds of another split of the batch."""
+    """Compare again, within the bounds for another split of the batch, and change `result` accordingly."""
     segment = result.segment
     steps = segment.end - segment.start
     tolerance = _tolerance(segment, steps)
@@ -236,7 +236,7 @@ def _compare_within_bounds(
 
 
 def _tolerance(segment: Segment, steps: int) -> Tolerance:
-    """The tolerance of another split of the batch, from a leg's launch in the run to its replay."""
+    """The tolerance between the run's split of the batch and the replay's, by the segment's first leg."""
     leg = segment.legs[0]
     assert leg.attempt.config is not None
     then, now = (
@@ -257,7 +257,7 @@ def _tolerance(segment: Segment, steps: int) -> Tolerance:
 
 
 def render_difference(result: SegmentResult, shown: int = 4) -> list[str]:
-    """Lines about a segment that differs, failed or was not replayed, and about what is not promised."""
+    """Lines about a segment that differs, failed or was not replayed, and why bits are not promised."""
     segment = result.segment
     lines = []
     if result.verdict == "failed":

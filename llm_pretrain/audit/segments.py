@@ -1,4 +1,4 @@
-"""What a replay launches: a run's steps, in segments between kept checkpoints, each as it was launched."""
+"""What a replay launches: segments of a run between kept checkpoints, each launched as in the run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Leg:
     """Steps of a segment that one launch executes again.
 
     Args:
-        first, last: Its steps.
-        attempt: The first of the run's attempts that took them.
-        path, world_size: How it is launched.
-        config: Its settings, without those that depend on the segment.
+        first, last: First and last step.
+        attempt: The run's attempt that trained these steps, or the first of several with equal launches.
+        path, world_size: How the leg is launched.
+        config: Settings of the leg, without those that depend on the segment.
     """
 
     first: int
@@ -57,12 +57,12 @@ class Segment:
     """Steps between two states of the run.
 
     Args:
-        start: Steps done before it.
-        end: Its last step.
-        source: The checkpoint of `start`; None for the initial values.
-        target: The checkpoint of `end`; None where none is kept, so that rows alone are compared.
-        legs: In order; empty where it cannot be replayed.
-        missing: Why it cannot be.
+        start: Number of steps done before the segment.
+        end: Last step.
+        source: The checkpoint of step `start`; None for the initial values.
+        target: The checkpoint of step `end`; None if it is not kept, and only rows are compared.
+        legs: In order; empty if the segment cannot be replayed.
+        missing: Why the segment cannot be replayed.
     """
 
     start: int
@@ -74,7 +74,7 @@ class Segment:
 
     @property
     def name(self) -> str:
-        """Name of its folder."""
+        """Name of the segment's folder."""
         return f"steps-{self.start + 1}-{self.end}"
 
     def __str__(self) -> str:
@@ -83,14 +83,14 @@ class Segment:
 
 @dataclass(kw_only=True)
 class ReplayPlan(LaunchPlan):
-    """A checked replay call.
+    """The plan of a `llm-pretrain replay` call, with its options checked.
 
     Args:
         run: The run's folder, which is only read.
         attempts: All starts of the run.
-        segments: To replay, in order.
-        of: Number of segments that there are.
-        seed: Seed of the choice of segments; None where all are replayed.
+        segments: Segments to replay, in order.
+        of: Number of segments from which they were chosen.
+        seed: Seed of the choice of segments; None if all are replayed.
     """
 
     run: Path
@@ -105,10 +105,10 @@ class ReplayPlan(LaunchPlan):
 
 
 def make_plan(arguments: Namespace, machine: Machine) -> ReplayPlan:
-    """Check a call and list what it will launch. Nothing is written.
+    """Check the options of a call and plan its launches. Nothing is written.
 
     Raises:
-        PretrainError: it is no run's folder, no step can be replayed, or an option is wrong.
+        PretrainError: the folder is not a run's, no step can be replayed, or an option is wrong.
     """
     run: Path = arguments.run
     attempts, notes = read_attempts(run), list[str]()
@@ -157,17 +157,17 @@ def make_plan(arguments: Namespace, machine: Machine) -> ReplayPlan:
 
 
 def rows_of_segment(file: Path, segment: Segment, starts: Sequence[tuple[int, int]] = ()) -> dict[int, Row]:
-    """Rows of a metrics file by step: the segment's, and that before the first step.
+    """Rows of a segment's steps in a metrics file, by step; at the run's start also the row of step 0.
 
     Raises:
         CheckpointError: the file is missing or damaged.
     """
     first = segment.start + 1 if segment.start else 0
 
-    def keep(row: Row) -> Row:  # `moe/load` of a long run fills the memory
+    def keep(row: Row) -> Row:  # `moe/load` of a long run would fill the memory
         if not first <= row["step"] <= segment.end:
             return {"step": row["step"]}
-        # which steps are checked depends on where checkpoints are due, and a passing fault comes only once
+        # which steps are checked depends on where checkpoints are due, and a transient fault does not repeat
         return {name: value for name, value in row.items() if name != "train/check"}
 
     rows = read_metrics(file, convert=keep, starts=starts)
@@ -175,14 +175,14 @@ def rows_of_segment(file: Path, segment: Segment, starts: Sequence[tuple[int, in
 
 
 def last_step(run: Path, attempts: Sequence[Attempt]) -> int:
-    """The last step of which a row or a checkpoint is there, lost work left out."""
+    """The last step that has a row or a checkpoint, without lost work."""
     rows = read_metrics(
         run / "metrics.jsonl", convert=lambda row: {"step": row["step"]}, starts=row_starts(attempts)
     )
     newest = attempts[-1]
     last = max([newest.start, *(row["step"] for row in rows)])
     every = newest.config.logging.logging_steps if newest.config else 1
-    due = (last // every + 1) * every  # a checkpoint of a later step would be of lost work
+    due = (last // every + 1) * every  # a checkpoint from this step on would be lost work
     if read_status(run / "status.json").get("state") == "finished" and newest.config:
         due = max(due, newest.config.training.max_steps + 1)
     kept = [step for step in committed_folders(run / "checkpoints") if step < due]
@@ -220,8 +220,8 @@ def _choose_range(arguments: Namespace, last: int) -> tuple[int, int, list[str]]
 def make_segments(run: Path, attempts: Sequence[Attempt], first: int, last: int) -> list[Segment]:
     """The segments from the nearest state before `first` to `last`, in order.
 
-    A state is that of a kept checkpoint or the run's beginning. Where the checkpoint of `last` is not kept,
-    the last segment has no target; where the first state is not there, the first has no source.
+    A state is a kept checkpoint or the run's beginning. The last segment has no target if the checkpoint of
+    `last` is not kept. The first segment has no source if it begins with the run's initial values.
     """
     origin, kept = attempts[0], committed_folders(run / "checkpoints")
     resume = origin.config.checkpoint.resume if origin.config else ""
@@ -246,7 +246,7 @@ def _has_manifest(path: Path) -> bool:
 
 
 def choose_segments(segments: Sequence[Segment], count: int, seed: int) -> list[Segment]:
-    """`count` of the segments, drawn from the seed, in their order."""
+    """`count` segments, drawn at random with `seed`, in their order."""
     numbers = random.Random(seed).sample(range(len(segments)), min(count, len(segments)))
     return [segments[number] for number in sorted(numbers)]
 
@@ -256,7 +256,7 @@ def _with_legs(
 ) -> Segment:
     """The segment with its legs: one for each stretch of equal settings, launcher and number of processes.
 
-    `known` keeps the settings of each attempt, by its number.
+    `known` caches the settings of each attempt by the attempt's number.
     """
     given = dict(zip(arguments.settings[::2], arguments.settings[1::2], strict=True))
     elsewhere = given.get("--checkpoint.resume")
@@ -289,10 +289,10 @@ def _with_legs(
 
 
 def replayed_config(attempt: Attempt, world_size: int, settings: Sequence[str]) -> Config:
-    """The settings of an attempt with a call's own, and without those that do not change the training.
+    """An attempt's settings, overridden by `settings`; what does not change the training is turned off.
 
     Raises:
-        ConfigError: a contradiction, as with another number of processes.
+        ConfigError: settings contradict each other, for example with another number of processes.
         DataError: a store cannot be opened.
     """
     config, threads = attempt.config, attempt.environment.get("cpu_threads")
@@ -307,7 +307,7 @@ def replayed_config(attempt: Attempt, world_size: int, settings: Sequence[str]) 
         evaluation=dataclasses.replace(config.evaluation, sample_prompts=[]),
         logging=dataclasses.replace(config.logging, report=False, tensorboard=False, wandb_mode="disabled"),
     )
-    if threads and threads.isdecimal():  # another number would sum in another order
+    if threads and threads.isdecimal():  # another number of threads would sum in another order
         distributed = dataclasses.replace(config.distributed, cpu_threads=int(threads))
         config = dataclasses.replace(config, distributed=distributed)
     with tempfile.TemporaryDirectory() as folder:
@@ -316,7 +316,7 @@ def replayed_config(attempt: Attempt, world_size: int, settings: Sequence[str]) 
         given = load_config(["--config", str(file), *settings], world_size=world_size)
     given = dataclasses.replace(given, checkpoint=config.checkpoint)
     sources = given.data.sources
-    if len(sources) == len(config.data.sources):  # elsewhere a folder may have another name
+    if len(sources) == len(config.data.sources):  # a moved store may have another name
         labels = [each.label for each in config.data.sources]
         named = [
             each if each.name or each.label == label else dataclasses.replace(each, name=label)

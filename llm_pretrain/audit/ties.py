@@ -1,4 +1,4 @@
-"""Tells ties from errors where two runs choose other experts: their routers' scores, in one process.
+"""Tells ties from errors if two runs choose different experts, by their routers' scores, in one process.
 
 Shapes: G sequences of a global batch, S positions, E experts.
 """
@@ -27,7 +27,7 @@ class Routing(NamedTuple):
     """What one layer's router did with a global batch."""
 
     ranking: Tensor
-    """[G, S, E]: what the experts are chosen by."""
+    """[G, S, E]: the scores by which experts are chosen."""
     chosen: Tensor
     """bool [G, S, E]."""
 
@@ -37,7 +37,7 @@ class Moves:
     """Tokens' choices of experts that differ between two passes over one batch.
 
     Args:
-        count: Number of choices, of loss tokens or not.
+        count: Number of these choices, for tokens with and without a loss.
         gap: The largest |score − score'| / score between an expert that one pass chose and one that the
             other chose instead.
     """
@@ -72,7 +72,7 @@ def route(model: Decoder, batches: Sequence[Batch], precision: str) -> list[Rout
 def compare_routing(left: Sequence[Routing], right: Sequence[Routing]) -> Moves:
     """The choices that differ, without those that follow from a difference in an earlier layer.
 
-    In later layers such a difference reaches its own position and, by attention, those after it in the
+    In later layers such a difference reaches its own position and, by attention, all later positions of the
     sequence.
     """
     reached = torch.zeros(left[0].chosen.shape[:2], dtype=torch.bool)
@@ -96,7 +96,7 @@ def loads(routing: Sequence[Routing], mask: Tensor) -> list[list[float]]:
 
 
 def global_batch(config: Config, variant: Variant, step: int) -> list[Batch]:
-    """The micro batches of a step, of the variant's size, in the order of their sequences."""
+    """The micro batches of a step, with the variant's micro batch size, in the order of their sequences."""
     training = dataclasses.replace(config.training, micro_batch_size=variant.micro_batch_size)
     own = dataclasses.replace(config, training=training)
     loader = global_batches(own, start_step=step - 1)
@@ -110,20 +110,20 @@ def find_ties(
     config: Config,
     step: int,
 ) -> str:
-    """Whether all choices of experts that differ between two runs at a step are ties.
+    """Describe the choices of experts that differ between two runs at a step, if all of them are ties.
 
-    A tie is a choice between scores that differ by at most the bound of a loss in that precision: in bf16 and
-    fp16 the unit round-off.
+    In a tie, the relative difference of the scores is at most LOSS_BOUND of the precision: in bf16 and fp16
+    the unit round-off.
 
     Args:
         models: Models of both runs before the step.
         rows: Rows of the step in both runs. Passes through the models must choose as the runs did.
-        variants: What was launched.
-        config: Resolved, of any of the launches.
-        step: At which choices differ.
+        variants: The variant of each run.
+        config: Resolved configuration of either run.
+        step: The step at which choices differ.
 
     Returns:
-        The choices in words; empty where one of them is no tie, or the passes choose otherwise than the runs.
+        The choices in words; empty if one of them is no tie, or if the passes do not choose as the runs did.
     """
     routings = []
     for model, row, variant in zip(models, rows, variants, strict=True):

@@ -30,15 +30,15 @@ from llm_pretrain.launch.options import (
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 LEAST_RANKS = {"ddp": 1, "fsdp": 1, "hsdp": 4, "ep": 2, "ep+fsdp": 4, "ep+hsdp": 4, "deepspeed": 1}
-"""Name of a mesh to the fewest processes that have it: with fewer it is another one of this list."""
+"""Name of a mesh -> fewest processes that it needs; with fewer it would be another mesh of this list."""
 _AXES = ("ep", "cp", "tp", "pp")
 _SIZES = re.compile(r"([1-9]\d*)x([1-9]\d*)" + "".join(rf"(?:\+{axis}([1-9]\d*))?" for axis in _AXES))
 SIZES = ("dp_replicate_size", "dp_shard_size", *(f"{axis}_size" for axis in _AXES))
 """Settings of a mesh."""
 CONFIGURED = "configured"
-"""Stands for sizes of a mesh that the configuration sets itself."""
+"""Name of the mesh whose sizes the configuration itself sets."""
 DEFAULT_STEPS = 20
-"""Parameters have a bound for runs of at most this length."""
+"""Default number of steps; the final parameters have a bound in runs of at most this length."""
 _STEPS_AFTER_KILL = 9
 
 
@@ -51,8 +51,8 @@ class Variant:
         world_size: W, number of processes.
         accumulation: A, micro batches per process and step.
         micro_batch_size: B, sequences per micro batch.
-        precision: As in the configuration.
-        mesh: As in `distributed_of`.
+        precision: `training.precision`.
+        mesh: Name or sizes of the mesh, as in `distributed_of`.
     """
 
     path: str
@@ -89,7 +89,7 @@ class Interruption:
 
 @dataclass(kw_only=True)
 class ParityPlan(LaunchPlan):
-    """A checked parity call.
+    """The plan of a `llm-pretrain parity` call, with its options checked.
 
     Args:
         variants: In the order of the table.
@@ -118,17 +118,17 @@ class ParityPlan(LaunchPlan):
 
 
 def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
-    """Check a call and list what it will launch.
+    """Check the options of a call and plan its launches.
 
     Raises:
-        PretrainError: whatever would make a launch fail and can be found before it.
+        PretrainError: a launch would fail because of an option or a setting.
     """
     from llm_pretrain.data.loader import open_stores
 
     paths = parse_words("--paths", arguments.paths or "torchrun,accelerate", tuple(SCRIPTS))
     accumulations = None
     given = given_options(arguments)
-    if arguments.accumulation:  # the micro batch size follows from it, so the configured one may not divide
+    if arguments.accumulation:  # it determines the micro batch size; the configured one need not divide
         accumulations = parse_numbers("--accumulation", arguments.accumulation)
     config = load_config([*given, *(["--training.micro_batch_size", "1"] if accumulations else [])])
     interruptions = parse_interruptions(arguments.interrupt) if arguments.interrupt else []
@@ -155,8 +155,8 @@ def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
     widest = max(each.world_size for each in launches)
     threads = config.distributed.cpu_threads or max(1, machine.cores // widest)
     forced, changes = forced_settings(config, steps, threads, machine)
-    forced |= {"evaluation.eval_steps": 0, "checkpoint.save_steps": 0}  # neither is compared
-    if config.training.spike_action == "rollback":  # without a checkpoint to go back to it skips too
+    forced |= {"evaluation.eval_steps": 0, "checkpoint.save_steps": 0}  # parity compares neither
+    if config.training.spike_action == "rollback":  # without a checkpoint a rollback skips too
         forced |= {"training.spike_action": "skip"}
     options = [*given, *as_options(forced)]
     used = {each.path for each in launches}
@@ -201,7 +201,7 @@ def build_variants(
     precisions: Sequence[str],
     meshes: Sequence[str],
 ) -> tuple[list[Variant], list[str]]:
-    """Every combination, in the order precision, W, A, mesh, path, and a note for each one left out.
+    """Every combination, ordered by precision, W, A, mesh and path, and a note for each that is left out.
 
     Args:
         config: Gives the global batch size, B where `accumulations` is None, and the features in use.
@@ -209,7 +209,7 @@ def build_variants(
         paths, world_sizes, accumulations, precisions, meshes: Values to combine.
 
     Raises:
-        ConfigError: every size that does not divide the global batch or exceeds the machine.
+        ConfigError: a size does not divide the global batch or exceeds the machine, or no variant can run.
     """
     limit = machine.max_world_size
     problems = [
@@ -257,8 +257,8 @@ def build_variants(
 
 
 def _split(config: Config, ranks: int, accumulation: int | None) -> tuple[int, int]:
-    """(A, B) of a variant with so many ranks that have data of their own; ConfigError with sizes that would
-    divide where these do not."""
+    """(A, B) of a variant with `ranks` data-parallel ranks. If they do not divide the global batch, raises a
+    ConfigError that names sizes that do."""
     total, micro = config.training.global_batch_size, config.training.micro_batch_size
     name, option, factor = "accumulation", "--accumulation", accumulation
     if factor is None:
@@ -293,7 +293,7 @@ def parse_meshes(text: str) -> list[str]:
 
 
 def configured_mesh(config: DistributedConfig) -> str:
-    """The configuration's mesh: its strategy, or `CONFIGURED` where it sets sizes."""
+    """Name of the configuration's mesh: the strategy, or `CONFIGURED` if the configuration sets sizes."""
     default = DistributedConfig(strategy=config.strategy)
     plain = all(getattr(config, name) == getattr(default, name) for name in SIZES)
     return config.strategy if plain else CONFIGURED
@@ -303,9 +303,9 @@ def distributed_of(mesh: str, world_size: int, config: DistributedConfig) -> Dis
     """The `distributed` section of a mesh.
 
     Args:
-        mesh: A name: `ddp`, `fsdp`, `deepspeed`; `hsdp`, two replicas; `ep`, all ranks divide the experts;
-            `ep+fsdp` and `ep+hsdp`, two neighbours do. Sizes: `RxS` of dp_replicate_size and dp_shard_size,
-            with other axes `RxS+epN+cpN+tpN+ppN`. Or `CONFIGURED`.
+        mesh: A name: `ddp`, `fsdp`, `deepspeed`, `hsdp` (two replicas), `ep` (all ranks divide the experts),
+            `ep+fsdp` or `ep+hsdp` (two neighbours divide them). Or sizes: `RxS` of dp_replicate_size and
+            dp_shard_size, with other axes `RxS+epN+cpN+tpN+ppN`. Or `CONFIGURED`.
         world_size: Number of processes.
         config: The other settings.
     """
@@ -322,7 +322,7 @@ def distributed_of(mesh: str, world_size: int, config: DistributedConfig) -> Dis
 
 
 def _impossible(mesh: str, world_size: int, config: Config) -> str:
-    """Why so many processes, or the model, cannot have a mesh; empty where they can."""
+    """Why a mesh does not fit this number of processes or the model; empty if it fits."""
     distributed = distributed_of(mesh, world_size, config.distributed)
     least = LEAST_RANKS.get(mesh, 1)
     if _SIZES.fullmatch(mesh):
@@ -334,7 +334,7 @@ def _impossible(mesh: str, world_size: int, config: Config) -> str:
 
 
 def _unsupported(path: str, precision: str, mesh: str, machine: Machine, config: Config) -> str:
-    """Why a launch path cannot run a combination; empty where it can."""
+    """Why a launch path cannot run a combination; empty if it can."""
     if precision == "fp16" and path != "torchrun" and not machine.gpus:
         return "without a GPU, fp16 through Accelerate would silently train in fp32, and is refused"
     if mesh == "deepspeed" and path != "accelerate":
@@ -380,7 +380,7 @@ def parse_interruptions(text: str) -> list[Interruption]:
 
 
 def choose_save_steps(configured: int, interruptions: Sequence[Interruption]) -> int:
-    """Steps between checkpoints: as configured, or fewer, so that one precedes the first kill."""
+    """Steps between checkpoints: as configured, or fewer, so that a checkpoint precedes the first kill."""
     first_kill = interruptions[0].step if interruptions else 0
     return configured if 0 < configured < first_kill else max(1, min(5, first_kill // 2))
 

@@ -13,7 +13,7 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
 
     Args:
         checks: Receives the results.
-        folder: The run's.
+        folder: The run's folder.
         samples: Rows whose samples are assembled again: `all`, a number, or None for some seconds' worth.
 
     Raises:
@@ -48,7 +48,7 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
 
 
 def _check_replays(check: Check, folder: Path, last: int | None) -> None:
-    """Report what the replays of a run have said, and the steps in which one differs."""
+    """Report the verdicts of a run's replays, and the steps at which a replay and the run differ."""
     from llm_pretrain.runs.replays import difference_lines, read_replays, replay_summary
 
     replays = read_replays(folder, check.problems)

@@ -1,4 +1,4 @@
-"""Each module but `options` is a command.
+"""The commands of `llm-pretrain`: each module except `options` is one.
 
-It has `EXAMPLES`, the end of its help, `add_arguments`, and `run`, which returns the exit code.
+A command has `EXAMPLES` (the end of its help), `add_arguments`, and `run`, which returns the exit code.
 """

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Launch, kill, compare, print a line per attempt and write chaos.json; 0 if every check passed."""
+    """Launch, kill, compare, print a line per attempt, write chaos.json; returns 0 if every check passed."""
     check_timeout(arguments)
     started, machine = time.time(), this_machine()
     plan = make_plan(arguments, machine)

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 class Conversation:
     """The turns of a conversation, and their token ids by the tokenizer's chat template.
 
-    Attributes: `turns`, (role, text) from the oldest to the newest, without the system message.
+    `turns` has the (role, text) pairs from the oldest to the newest, without the system message.
     """
 
     def __init__(self, source: TrainedModel, system: str | None):
@@ -73,7 +73,7 @@ class Conversation:
         self.turns: list[tuple[str, str]] = []
 
     def prompt_ids(self) -> list[int]:
-        """The conversation so far and the header of the answer."""
+        """Token ids of the conversation so far and of the answer's header."""
         turns = [("system", self.system)] if self.system is not None else []
         messages: list[dict[str, Any]] = [
             {"role": role, "content": text} for role, text in [*turns, *self.turns]
@@ -81,7 +81,7 @@ class Conversation:
         return chat_prompt_ids(self.source.tokenizer, messages)
 
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end an answer."""
+        """Token ids that end an answer."""
         from llm_pretrain.export.huggingface import end_of_turn_id
 
         turn_end = end_of_turn_id(self.source.tokenizer.folder)
@@ -104,16 +104,16 @@ class PlainText(Conversation):
     """A base model's conversation: the text of all turns, concatenated."""
 
     def prompt_ids(self) -> list[int]:
-        """The text so far."""
+        """Token ids of the text so far."""
         return self.source.encode((self.system or "") + "".join(text for _, text in self.turns))
 
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end a text."""
+        """Token ids that end a text."""
         return self.source.stop_ids
 
 
 def _answer(source: TrainedModel, conversation: Conversation, line: str, sampling: dict[str, Any]) -> None:
-    """Print the answer to a line during generation, and append both to the conversation."""
+    """Print the answer to `line` while it is generated, and append both to the conversation."""
     from llm_pretrain.model.generation import TextStream, generate
 
     limit = source.model.config.max_position_embeddings
@@ -154,7 +154,7 @@ def _answer(source: TrainedModel, conversation: Conversation, line: str, samplin
 
 
 def _lines() -> Iterator[str]:
-    """The user's lines without their ends; from a pipe in UTF-8 whatever the terminal's encoding."""
+    """Yield the user's lines without line ends. A pipe is read as UTF-8, whatever the terminal's encoding."""
     if not sys.stdin.isatty():
         for number, data in enumerate(sys.stdin.buffer, start=1):
             try:

@@ -1,4 +1,4 @@
-"""`llm-pretrain configs`: lists the presets, and writes configurations of others as ours."""
+"""`llm-pretrain configs`: lists the presets, and converts configurations of other projects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ examples:
 """
 
 _ROWS = 4096
-"""Vocabulary size for presets that name none, not even in their first line."""
+"""Assumed vocabulary size of a preset that names none, not even in its first line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(imported: ImportedConfig, arguments: argparse.Namespace) -> int:
-    """Write the file atomically and print its notes; without --output print the file's text."""
+    """Write the configuration file atomically and print the notes; without --output print its text."""
     text = imported.text()
     if arguments.output is None:
         print(text, end="")

@@ -1,4 +1,4 @@
-"""`llm-pretrain convert`: token files of nanoGPT and llm.c into a token store."""
+"""`llm-pretrain convert`: converts token files of nanoGPT and llm.c into a token store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Converts, and prints what was read and written."""
+    """Convert the files, and print what was read and written."""
     report = convert(**chosen(arguments, convert))
     print(f"store      {printable(arguments.output)}")
     print(f"read       {report.tokens_read:,} tokens")

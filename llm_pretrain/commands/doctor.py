@@ -1,4 +1,4 @@
-"""`llm-pretrain doctor`: facts about this machine, and warnings about it and about a file of Accelerate."""
+"""`llm-pretrain doctor`: facts about this machine, and warnings about it and an Accelerate config file."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _config_surprises(gpus: int, config: Config) -> Iterator[str]:
         yield problem
     if config.model.vocab_size is None:
         return
-    copies = config.checkpoint.keep_last + 1  # the next one is whole before the oldest goes
+    copies = config.checkpoint.keep_last + 1  # a new checkpoint is whole before the oldest is deleted
     needed = copies * _BYTES_PER_PARAMETER * count_parameters(config.model).total
     if (free := free_bytes(config.run.folder)) < needed:
         yield (

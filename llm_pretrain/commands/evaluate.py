@@ -125,7 +125,7 @@ def _settings(source: TrainedModel, arguments: argparse.Namespace) -> Config:
 
 
 def _use_threads_of_the_run(source: TrainedModel, config: Config) -> None:
-    """Set the number of threads of one process of the run; another number changes the order of summation."""
+    """Use as many threads as a process of the run; another number would change the order of summation."""
     import torch
 
     from llm_pretrain.launch.process import default_threads
@@ -176,7 +176,7 @@ def _finite(value: Any) -> Any:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Report options that are out of range or have no effect beside another."""
+    """Raise ConfigError for options that are out of range, or that another option makes useless."""
     problems = []
     if arguments.input and arguments.split is not None:
         problems.append(f"--split: expected no --input beside it, found --split {arguments.split}")

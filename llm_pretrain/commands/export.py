@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     source, output = find_weights(Path(arguments.source)), Path(arguments.output)
     is_folder, overwrite = arguments.to == "huggingface", arguments.overwrite
 
-    def check() -> None:  # again before the result is put there: another export may have been faster
+    def check() -> None:  # called twice: another export may create `output` meanwhile
         _check_output(source, output, is_folder=is_folder, overwrite=overwrite)
 
     check()
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _weights_of(source) as weights:
         dtype = arguments.dtype or _own_dtype(read_config(weights))
         if arguments.to == "gguf":
-            Tokenizer(weights)  # refuses a broken one
+            Tokenizer(weights)  # raises for a broken tokenizer
             notes = write_gguf(weights, output, dtype, check=check)
         else:
             convert_weights(weights, output, dtype, check=check)
@@ -122,7 +122,7 @@ def _weights_of(source: Path) -> Iterator[Path]:
 
 
 def _check_output(source: Path, output: Path, *, is_folder: bool, overwrite: bool) -> None:
-    """Refuse to replace anything without --overwrite, the source, or what is not an export."""
+    """Refuse an existing --output, unless --overwrite is given and it is an export other than the source."""
     if not os.path.lexists(output):
         return
     if not overwrite:

@@ -26,7 +26,7 @@ examples:
 """
 
 _ROWS = 64
-"""Texts of a batch."""
+"""Number of texts that are generated in one batch."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _continue(
     encoded: list[list[int]],
     wanted: list[tuple[int, int]],
 ) -> Iterator[tuple[int, str]]:
-    """(row, new text) during generation, for the (prompt, sample) pairs `wanted`."""
+    """Generate texts for the (prompt, sample) pairs `wanted`; yields (row, new text) meanwhile."""
     from llm_pretrain.model.generation import generate
 
     seeds = [sampling["seed"] + sample for _, sample in wanted]
@@ -130,7 +130,7 @@ def _continue(
 def _texts(
     source: TrainedModel, columns: Iterable[list[int | None]], lengths: list[int]
 ) -> Iterator[tuple[int, str]]:
-    """(row, new text) for columns of new ids; `lengths` are those of the prompts."""
+    """Yield (row, new text) for columns of new token ids; `lengths` are the lengths of the prompts."""
     from llm_pretrain.model.generation import TextStream
 
     pieces = source.tokenizer.token_pieces()
@@ -153,7 +153,7 @@ def _texts(
 
 
 def _title(prompt: int, prompts: int, sample: int, samples: int) -> str:
-    """The line above a text if there are several."""
+    """The line above a text; empty if there is only one text."""
     names = [f"prompt {prompt + 1}"] if prompts > 1 else []
     names += [f"sample {sample + 1}"] if samples > 1 else []
     return f"--- {', '.join(names)} ---\n" if names else ""
@@ -175,7 +175,7 @@ def _read_prompt(name: str) -> str:
 
 
 def check_utf8(option: str, text: str) -> str:
-    """`text` if it is valid UTF-8; other bytes of the command line arrive as lone surrogates."""
+    """Return `text` if it is valid UTF-8; other bytes of the command line arrive as lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Opens the store, which checks it, and prints what is in it."""
+    """Open the store, which also checks it, and print its content."""
     if arguments.seed < 0:
         raise ConfigError(f"--seed: expected 0 or more, found {arguments.seed}")
     store = TokenStore(arguments.store)
@@ -146,5 +146,5 @@ def _print_sample(sample: Sample) -> None:
 
 
 def _visible(text: str) -> str:
-    """Replaces control characters by symbols, so that a document cannot control the terminal."""
+    """Replace control characters by symbols, so that a document cannot control the terminal."""
     return text.translate(_PICTURES)

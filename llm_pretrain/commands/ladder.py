@@ -42,9 +42,9 @@ _CHOSEN = {
     *("checkpoint.resume", "evaluation.eval_steps", "evaluation.sample_prompts", "evaluation.prediction"),
     *("logging.wandb_mode", "logging.tensorboard", "logging.report", "logging.parameters_sha256"),
 }
-"""Settings that a ladder decides by itself; it decides all of `distributed` too, but for the time limit."""
+"""Settings that the ladder chooses, like all of `distributed` except `distributed.timeout_seconds`."""
 _NOT_COMPARED = {"data.sources", "run.name", "run.output_dir"}
-"""Settings that may differ when a ladder is continued; the store has a hash."""
+"""Settings that may differ when a ladder is continued; the store is compared by its hash."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, or continue, a ladder and train it; 75 when a signal stopped it."""
+    """Plan or continue a ladder, and train it; returns 75 if a signal stopped it."""
     if arguments.compare:
         return compare(arguments)
 
@@ -130,8 +130,8 @@ def compare(arguments: argparse.Namespace) -> int:
 def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, str, int]:
     """(the base configuration, the store's hash, its training tokens).
 
-    The base is resolved, with the store as its data; it evaluates on all of its validation split unless
-    told otherwise, and is deterministic on GPUs, so that a continued ladder has the same table.
+    The base is resolved, with the store as its data. By default it evaluates on the whole validation split.
+    It is deterministic on GPUs, so that a continued ladder measures equal numbers.
     """
     from llm_pretrain.data.loader import sequences_per_epoch
     from llm_pretrain.forecast.family import member
@@ -165,7 +165,7 @@ def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder, created if missing, so that no other ladder runs in it."""
+    """Lock the folder, which is created if missing, so that no other ladder runs in it."""
     from llm_pretrain.forecast.ladder_training import LOCK, MEASURING
     from llm_pretrain.forecast.points import LADDER_FILE, POINTS_FILE
 
@@ -199,7 +199,7 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
     """The ladder in a folder, None if there is none yet.
 
     Raises:
-        ConfigError: it has another base, budget or store; with a line for each difference.
+        ConfigError: the ladder has another base, budget or store; one line for each difference.
     """
     from llm_pretrain.forecast.budget import read_budget
     from llm_pretrain.forecast.points import LADDER_FILE, read_unmeasured

@@ -1,4 +1,4 @@
-"""Options of commands that are the parameters of what they call, and tables that commands print."""
+"""Declares options from the parameters of functions and dataclasses, and formats tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llm_pretrain.config.schema import check_ranges, documentation
 from llm_pretrain.errors import ConfigError
 
 _DASHED = ("world_size",)
-"""Options that are written with a dash, too."""
+"""Options that may be written with dashes too."""
 
 
 def add_parameters(
@@ -24,20 +24,20 @@ def add_parameters(
 ) -> None:
     """Declare an option for each parameter of a function, or field of a dataclass, that its `Args:` describe.
 
-    The annotation gives its type, choices or number of values, the description its help.
+    A parameter's annotation gives the option's type, choices or number of values; its description the help.
 
     Args:
         parser: The command's parser.
         called: The function or dataclass.
-        without: Parameters that are no options.
-        positional: Those that are arguments without a name.
+        without: Parameters that get no option.
+        positional: Parameters that become positional arguments.
     """
     hints, texts = get_type_hints(called), documentation(cast(type, called))[1]
     for name, parameter in signature(called).parameters.items():
         if name in without:
             continue
         kind, text = hints[name], texts[name].removesuffix(".").replace("%", "%%")
-        if get_origin(kind) in (Union, UnionType):  # with None, or of text and a path
+        if get_origin(kind) in (Union, UnionType):  # as in `int | None` and `str | Path`
             kind = get_args(kind)[0]
         options: dict[str, Any] = {"help": text[0].lower() + text[1:]}
         if kind is bool:
@@ -64,10 +64,10 @@ def add_parameters(
 
 
 def chosen(arguments: argparse.Namespace, called: Callable[..., Any], *problems: str) -> dict[str, Any]:
-    """The arguments of `called` that a command line has options for.
+    """The values of a command line for the parameters of `called`, by name.
 
     Raises:
-        ConfigError: `problems` that were found before, and numbers outside of their ranges.
+        ConfigError: there are `problems` that were found before, or numbers out of range.
     """
     found = {name: value for name, value in vars(arguments).items() if name in signature(called).parameters}
     if problems := (*problems, *check_ranges(called, found, "--")):
@@ -76,7 +76,7 @@ def chosen(arguments: argparse.Namespace, called: Callable[..., Any], *problems:
 
 
 def as_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Rows of text in columns, of which those numbered in `right` end below each other."""
+    """Rows of text as aligned columns; the columns numbered in `right` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     align = [str.rjust if i in right else str.ljust for i in range(len(widths))]
     lines = ([pad(cell, width) for pad, cell, width in zip(align, row, widths, strict=True)] for row in rows)

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Launch, compare, print the table and write parity.json; 0 if all runs agree, else 1."""
+    """Launch, compare, print the table and write parity.json; returns 0 if all runs agree, else 1."""
     check_timeout(arguments)
     started, machine = time.time(), this_machine()
     plan = make_plan(arguments, machine)
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def render(results: Sequence[VariantResult], interrupted: InterruptedResult | None) -> str:
-    """The table, and below it a line or more about each run that differs, failed or was not compared."""
+    """The table, then one or more lines about each run that differs, failed or was not compared."""
     rows: list[Sequence[str]] = [
         ("path", "mesh", "W", "A", "B", "precision", "verdict", "against", "largest difference")
     ]
@@ -137,7 +137,7 @@ def _largest(comparison: Comparison) -> str:
 
 
 def _details(name: str, comparison: Comparison, failure: Sequence[str], log: Path, ended: str) -> list[str]:
-    """Why a run failed or differs, and what of it was not compared."""
+    """Why a run failed or differs, and what was not compared."""
     lines = []
     if comparison.verdict == "failed":
         lines = [f"{name} failed, {ended}; its output: {log}", *(f"    {line}" for line in failure)]

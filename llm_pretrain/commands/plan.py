@@ -1,4 +1,4 @@
-"""`llm-pretrain plan`: from a ladder and a budget to the configuration that is predicted to end best."""
+"""`llm-pretrain plan`: by a ladder, chooses the configuration with the least predicted loss for a budget."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ examples:
 """
 
 SHOWN = 4.0
-"""Sizes with up to so many times the best one's parameters, or so much fewer, are shown."""
+"""The printed sizes have at most so many times more or fewer parameters than the best size."""
 _MARK = "# Written by `llm-pretrain plan`"
 
 
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     ladder = read_ladder(arguments.ladder)
     if arguments.world_size is None:
         arguments.world_size = _usual_world_size(ladder.base, arguments)
-    _micro_batch(ladder.base, arguments.world_size)  # raises for a number of processes that does not divide
+    _micro_batch(ladder.base, arguments.world_size)  # raises if --world-size does not divide the batch
     _check_store(ladder)
     forecast, limit, seconds = Forecast(ladder), arguments.max_parameters, _seconds(arguments)
     evaluated = EVALUATION_COST * (EVALUATIONS + 1) * evaluated_tokens(ladder.base)  # in trained tokens
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     print(*lines, sep="\n")
     command = ""
-    if not arguments.gpu:  # else there may be several machines
+    if not arguments.gpu:  # with --gpu there may be several machines
         command = f"; llm-pretrain train --nproc {arguments.world_size} --config {shlex.quote(str(output))}"
     head = "".join(f"# {printable(line)}\n" for line in lines)
     make_folder(output.parent)
@@ -135,7 +135,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _seconds(arguments: argparse.Namespace) -> float | None:
-    """The budget in seconds of wall time; None where it is FLOPs."""
+    """The budget in seconds of wall time; None if the budget is in FLOPs."""
     from llm_pretrain.forecast.budget import SECONDS_LIMIT, read_budget
 
     if arguments.cost is not None:
@@ -147,7 +147,7 @@ def _seconds(arguments: argparse.Namespace) -> float | None:
 
 
 def _check_store(ladder: Ladder) -> None:
-    """Raises DataError where the ladder's store is no more what it was: another text is another law."""
+    """Raise DataError if the ladder's store is missing or has changed: another text has another law."""
     store = ladder.base.data.sources[0].store
     if not Path(store).exists():
         raise DataError(
@@ -162,14 +162,14 @@ def _check_store(ladder: Ladder) -> None:
 
 
 def _usual_world_size(base: Config, arguments: argparse.Namespace) -> int:
-    """The largest divisor of a step's sequences up to the GPUs or cores here; 1 of a named GPU."""
+    """The largest divisor of a step's sequences up to the number of GPUs or cores here; 1 with --gpu."""
     machine, total = this_machine(), base.training.global_batch_size
     most = 1 if arguments.gpu else machine.gpus or machine.cores
     return next(size for size in range(min(most, total), 0, -1) if total % size == 0)
 
 
 def _micro_batch(config: Config, world_size: int) -> int:
-    """The largest micro batch that is not above the base's and divides a rank's part of a step."""
+    """The largest micro batch size up to the configured one that divides a rank's sequences of a step."""
     total = config.training.global_batch_size
     if total % world_size:
         raise ConfigError(
@@ -181,11 +181,11 @@ def _micro_batch(config: Config, world_size: int) -> int:
 
 
 def _config(forecast: Forecast, choice: Choice, arguments: argparse.Namespace) -> Config:
-    """The configuration of a choice's run, here or by DDP on GPUs in bf16, of which their peaks are."""
+    """The configuration of a choice's run, for this machine or for --gpu: DDP in bf16, like GPUs' peaks."""
     machine, world_size = this_machine(), arguments.world_size
     threads = None if arguments.gpu or machine.gpus else max(1, machine.cores // world_size)
     micro_batch = _micro_batch(choice.size.config, world_size)
-    name = file_name(Path(arguments.output).stem, "plan")  # as far as a run may have it
+    name = file_name(Path(arguments.output).stem, "plan")  # shortened to what run.name allows
     config = forecast.config(choice, DistributedConfig(cpu_threads=threads), micro_batch, name)
     if arguments.gpu:
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision="bf16"))
@@ -195,7 +195,7 @@ def _config(forecast: Forecast, choice: Choice, arguments: argparse.Namespace) -
 def _measured_flops(
     forecast: Forecast, seconds: float, evaluated: float, arguments: argparse.Namespace
 ) -> float:
-    """FLOPs per second here, by steps of the run that the ladder's speed chooses."""
+    """FLOPs per second here, measured on the run that the budget would allow at the ladder's speed."""
     from llm_pretrain.forecast.ladder_training import (
         LOCK,
         MEASURING,
@@ -213,7 +213,7 @@ def _measured_flops(
     best = best_of(forecast.choices(seconds * rate, arguments.max_parameters, evaluated))
     config = measured_config(_config(forecast, best, arguments), max(1, machine.cores // world_size))
     context = LaunchContext(find_scripts(["torchrun"]), machine, math.inf)
-    try:  # in the ladder's folder, where the next command finds what a killed one left
+    try:  # in the ladder's folder, where the next command cleans up after a killed one
         with FileLock(ladder.folder / LOCK, timeout=0), exit_on_signals():
             say(f"measuring steps of hidden size {best.size.hidden_size} on {world_size} processes")
             ((step, _),) = measure_steps([config], ladder.folder / MEASURING, context, world_size)
@@ -232,7 +232,7 @@ def _lines(
     seconds: float | None,
     arguments: argparse.Namespace,
 ) -> list[str]:
-    """The plan in words; `seconds` are what its run is expected to take, if that is known."""
+    """The plan in words; `seconds` is the expected time of its run, None if unknown."""
     from llm_pretrain.forecast.planning import best_of
     from llm_pretrain.forecast.scaling_law import INTERVAL_LEVEL
     from llm_pretrain.memory import estimate_memory

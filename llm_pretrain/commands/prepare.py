@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepares the store, with a progress bar on a terminal, and prints its counts."""
+    """Prepare the store, with a progress bar on a terminal, and print its counts."""
     started = time.perf_counter()
     with tqdm(
         total=input_bytes(arguments.input, arguments.split),

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Launch, compare, print the table and write replay.json; 0 if every segment was replayed and agrees."""
+    """Launch, compare, print the table and write replay.json; returns 0 if every segment holds."""
     check_timeout(arguments)
     started, machine = time.time(), this_machine()
     plan = make_plan(arguments, machine)
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def render(results: Sequence[SegmentResult]) -> str:
-    """The table, and below it lines about each segment that is not identical."""
+    """The table, then lines about each segment that is not identical."""
     rows: list[Sequence[str]] = [("steps", "launched as", "rows", "checkpoint", "verdict")]
     details: list[str] = []
     for each in results:

@@ -1,6 +1,6 @@
-"""`llm-pretrain report`: writes one HTML page about a run, about several beside each other, or a ladder.
+"""`llm-pretrain report`: writes one HTML page about a run, about several runs, or about a ladder.
 
-Runs and ladders write their own pages at their ends; the command is for what is in progress or older, and for
+Runs and ladders write their own pages when they end. The command is for unfinished or older ones, and for
 comparisons.
 """
 

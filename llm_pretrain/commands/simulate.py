@@ -1,4 +1,4 @@
-"""`llm-pretrain simulate`: one training step of one rank of any number, without a GPU.
+"""`llm-pretrain simulate`: simulates, without a GPU, one training step of one of many ranks.
 
 The step is the run's own code on tensors without values. `--search` finds a mesh.
 """
@@ -67,12 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the step or the search; returns 1 where it does not fit."""
+    """Print the step or the search; returns 1 if the step does not fit into memory."""
     options = given_options(arguments)
     world_size = arguments.search or arguments.world_size
     _check(arguments)
     machine = _machine(arguments)
-    if arguments.search:  # the configuration's own mesh does not count
+    if arguments.search:  # the search replaces the configured mesh
         for name, value in (("strategy", "fsdp"), ("dp_replicate_size", "1"), ("dp_shard_size", "null")):
             options += [f"--distributed.{name}", value]
         for name in ("ep_size", "cp_size", "tp_size", "pp_size"):
@@ -122,7 +122,7 @@ def _machine(arguments: argparse.Namespace) -> Cluster:
 
 
 def _check_config(config: Config, world_size: int) -> None:
-    """Stop at what cannot be simulated."""
+    """Raise ConfigError for settings that cannot be simulated."""
     problems = []
     if world_size > 1 and config.distributed.strategy != "fsdp":
         problems.append(
@@ -214,14 +214,14 @@ def _seconds(seconds: float) -> str:
 def search_meshes(
     worker: Simulator, options: list[str], config: Config, machine: Cluster, world_size: int
 ) -> list[tuple[SimulatedStep, Mesh]]:
-    """The meshes on which a rank fits into memory, with their steps, the shortest first; perhaps none.
+    """(step, mesh) of the tried meshes on which a rank fits into memory, the shortest step first.
 
     Args:
-        worker: Simulates.
-        options: Command line of the script that `config` is of.
-        config: The run's, its mesh not read.
+        worker: Simulates the steps.
+        options: Command line from which `config` was loaded.
+        config: Configuration of the run; its mesh is not read.
         machine: Machine of the ranks.
-        world_size: Ranks.
+        world_size: Number of ranks.
     """
     rows: list[tuple[SimulatedStep, Mesh]] = []
 
@@ -237,11 +237,11 @@ def search_meshes(
     for mesh in meshes:
         fits(mesh)
     rows.sort(key=lambda row: row[0].seconds)
-    # stages change what experts cost, so the second best sizes are tried with them too
+    # pipeline stages change the cost of experts, so they are also tried with the second best sizes
     sizes = dict.fromkeys(dataclasses.replace(mesh, replicas=1, shards=1) for _, mesh in rows)
     for like in [*sizes][:2] or [None]:
         for meshes in pipelines(like, config, world_size, machine):
-            any(map(fits, meshes))  # the first one that fits
+            any(map(fits, meshes))  # stops at the first that fits
     return sorted(rows, key=lambda row: row[0].seconds)
 
 

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains the tokenizer and prints how well it compresses the text."""
+    """Train the tokenizer, and print how well it compresses the text."""
     report = train_tokenizer(**chosen(arguments, train_tokenizer))
     print(f"tokenizer  {printable(arguments.output)}, {arguments.type}, {report.vocab_size} tokens")
     sampled = f" of {report.text_bytes:,}" if report.sampled_bytes < report.text_bytes else ""

@@ -1,6 +1,6 @@
 """`llm-pretrain top`: a table of runs in the terminal while they train.
 
-It only reads the run's files, so it can run on any machine that has the folder and never affects training.
+The command only reads the runs' files. It never affects training, and works on any machine with the folder.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--print_config\nshows and explains them. On several machines start the launcher itself "
         "(docs/launching.md)."
     )
-    parser.allow_abbrev = False  # an option of the script may begin alike
+    parser.allow_abbrev = False  # a script's option may begin like one of these
     parser.set_defaults(script_options=[])
     parser.add_argument(
         "--launcher", choices=RESUMABLE_PATHS, default="torchrun", help="default: %(default)s"
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replace this process by the launcher, so that signals reach it and its exit code is the command's."""
+    """Replace this process by the launcher: it gets all signals, and its exit code is the command's."""
     import torch
 
     from llm_pretrain.data.loader import open_stores
@@ -54,29 +54,29 @@ def run(arguments: argparse.Namespace) -> int:
     if nproc < 1:
         raise ConfigError(f"--nproc: expected 1 or more, found {nproc}")
     config = load_config(arguments.script_options, prog="llm-pretrain train", world_size=nproc)
-    open_stores(config)  # here too, since launchers print a traceback of their own below a rank's error
+    open_stores(config)  # before the launch, since launchers add a traceback to a rank's error
     script = PACKAGE_ROOT / SCRIPTS[arguments.launcher]
     if not script.is_file():
         raise ConfigError(f"--launcher {arguments.launcher}: expected its script at {script}, found none")
     if arguments.launcher == "accelerate":
-        # A file that is deleted already, but stays readable as /dev/fd/N until the launcher ends.
+        # The file is deleted at once, but stays readable as /dev/fd/N until the launcher ends.
         with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
             distributed = config.distributed
             settings = launch_settings(distributed.strategy, distributed.zero_stage, nproc, on_gpu=gpus > 0)
-            file.write(json.dumps(settings))  # which is YAML
+            file.write(json.dumps(settings))  # JSON is YAML too
             file.flush()
             descriptor = os.dup(file.fileno())
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.set_inheritable(descriptor, True)
         command = [*RUN_MODULE, "accelerate.commands.launch", "--config_file", f"/dev/fd/{descriptor}"]
         command += ["--num_processes", str(nproc), "--main_process_port", "0"]  # 0: any free port
-        command += ["--quiet"]  # no traceback of its own after one process's error
+        command += ["--quiet"]  # no traceback by Accelerate after a process's error
     elif nproc > 1:
         command = [*RUN_MODULE, "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
-    else:  # a single process needs no launcher, and without one its exit code is the command's
+    else:  # a single process needs no launcher, and its exit code becomes the command's
         command = [sys.executable]
     command += [str(script), *arguments.script_options]
-    # what the ranks would choose by themselves; if it is unset, torchrun prints a warning
+    # the number that ranks choose by default; torchrun prints a warning if the variable is unset
     os.environ.setdefault("OMP_NUM_THREADS", str(default_threads(nproc)))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read at a process's start, so ranks cannot set it
     sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""What training will take and reach: simulated steps, ladders of small models, plans."""
+"""Predicts a training's time, memory and loss: simulated steps, ladders of small models, plans."""

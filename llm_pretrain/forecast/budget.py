@@ -1,4 +1,4 @@
-"""From a budget to the rungs of a ladder: which sizes, for how many steps each, in which time."""
+"""Chooses the rungs of a ladder for a budget: the model sizes, and the number of steps of each."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from llm_pretrain.forecast.ladder_runs import LadderRun, ladder_runs, longest_fi
 from llm_pretrain.forecast.points import Rung
 
 BRANCHES = (2, 4)
-"""Where decays begin, in units: a number of steps, the same for every size, that the budget decides. A
-decay that begins at k units ends at 2k, after D tokens for k = 4: every size sees D/2 and D, which tell how
-the loss falls with size."""
+"""Where learning rate decays begin, in units. A unit is a number of steps, equal for all sizes, that the
+budget decides. A decay that begins at k units ends at 2k units. For k = 4 this is after D tokens, so every
+size has losses at D/2 and D tokens, which show how the loss falls with size."""
 SMALLEST_BRANCHES = (2, 3, 4, 5)
-"""Branches of the smallest size, whose tokens cost least: up to 5D/4 tells how the loss falls with tokens."""
+"""Branches of the smallest size, whose tokens cost least: up to 5D/4, to show how loss falls with tokens."""
 SIZE_COUNTS = (5, 4, 3)
-"""Numbers of sizes, the preferred first; with fewer than three a curve over sizes is no fit."""
+"""Numbers of sizes, the preferred number first; fewer than three sizes determine no curve."""
 WIDTH_RATIO = 1.25
-"""Hidden size over that of the next smaller size: some 1.6 times the FLOPs per token."""
+"""Hidden size ÷ hidden size of the next smaller model: about 1.6 times the FLOPs per token."""
 TOKENS_PER_PARAMETER = 20.0
-"""Ratio of the middle size at D, about; with the embedding: compute-optimal (arXiv:2203.15556)."""
+"""Approximate D ÷ parameters (with embedding) of the middle size: compute-optimal (arXiv:2203.15556)."""
 MAX_EPOCHS = 4.0
-"""Passes of the store in the longest run: more repetitions teach less (arXiv:2305.16264)."""
+"""Most passes over the store in the longest run: further passes teach less (arXiv:2305.16264)."""
 MIN_TOKENS_PER_PARAMETER = 1.0
-"""Least ratio of the smallest size: with fewer in `MAX_EPOCHS` passes all sizes lack text, and no size is the
-best. A larger budget is not spent."""
+"""Least tokens ÷ parameters of the smallest size's longest run. If `MAX_EPOCHS` passes have fewer tokens,
+every size lacks text and none is the best; the ladder then spends only a part of a larger budget."""
 MIN_STEPS = 450
-"""Steps of a run: the losses of fewer fall in another way (docs/log.md#ladders)."""
+"""Least steps of a run: in shorter runs the loss follows another curve (docs/log.md#ladders)."""
 MIN_TOKENS = 3_750_000
-"""Tokens of a run: whatever their size, models learn to copy from their context between 2 and 5 M tokens, and
-no one law fits losses from before and after this jump. Most have learnt it here; later costs more
-(docs/log.md#ladders)."""
+"""Least tokens of a run. Models of every size learn to copy from their context between 2 and 5 M tokens. The
+loss jumps then, and no single law fits losses from before and after the jump. By this number most models have
+learnt to copy; a larger number would cost more (docs/log.md#ladders)."""
 EVALUATION_COST = 1 / 3
-"""Cost of an evaluated token, in trained ones: it has no backward pass."""
+"""Cost of an evaluated token ÷ cost of a trained token: an evaluation has no backward pass."""
 FLOPS_LIMIT, SECONDS_LIMIT = 1e27, 10 * 365 * 86400.0
-"""Larger budgets are mistakes; more money or tokens than `FLOPS_LIMIT` too."""
+"""Larger budgets are taken for mistakes; `FLOPS_LIMIT` also bounds amounts of money and of tokens."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def read_budget(
     text: str, option: str = "--budget", *, only_time: bool = False
 ) -> tuple[float | None, float | None]:
-    """(FLOPs, seconds) of a budget, one of them None: `90s`, `1h05m`, `1.5h`, `1d`, or FLOPs as `1e16`.
+    """(FLOPs, None) or (None, seconds) of a budget such as `1e16`, `90s`, `1h05m`, `1.5h` or `1d`.
 
     Args:
-        text: As it was given.
-        option: Which gave it, for the message.
-        only_time: Whether FLOPs are refused.
+        text: The budget as the user wrote it.
+        option: Name of the option, for the error message.
+        only_time: Whether to refuse FLOPs.
 
     Raises:
-        ConfigError: another text, or nothing above zero.
+        ConfigError: `text` is no budget, is not above zero, or exceeds the limit.
     """
     parts = re.findall(r"(\d+(?:\.\d*)?(?:e[+]?\d+)?)([smhd]?)", given := text.strip().lower())
     number = sum(float(each) * _UNITS.get(unit, 1.0) for each, unit in parts)
@@ -74,9 +74,9 @@ class Speed(NamedTuple):
     """Measured speed of a ladder's runs on this machine.
 
     Args:
-        flops_per_second: Speed of one run, with others beside it.
+        flops_per_second: Speed of one run while runs use all slots.
         start_up: Seconds from a launch to the first step.
-        slots: Runs side by side.
+        slots: Number of runs that train at once.
         evaluated_tokens: Tokens of one evaluation.
     """
 
@@ -87,7 +87,7 @@ class Speed(NamedTuple):
 
 
 def least_tokens(config: Config) -> int:
-    """Tokens of the shortest run that a law holds for."""
+    """Fewest tokens of a run whose loss can follow the scaling law."""
     return max(MIN_TOKENS, MIN_STEPS * config.training.tokens_per_step)
 
 
@@ -110,19 +110,19 @@ def ladder_seconds(sizes: Sizes, rungs: Sequence[Rung], speed: Speed) -> float:
 
 
 def choose_rungs(sizes: Sizes, budget_flops: float, unique_tokens: int) -> tuple[Rung, ...]:
-    """The sizes of a ladder and their numbers of steps, the same for all but the smallest, which has more.
+    """The sizes of a ladder and their numbers of steps, equal for all sizes but the smallest, which has more.
 
-    The middle size sees `TOKENS_PER_PARAMETER`. Where that would be more than `MAX_EPOCHS` passes over the
-    text, all are larger; where the shortest runs would have fewer than `least_tokens`, smaller. A larger
-    budget makes runs longer and adds sizes: each one that is more than the fewest asks for twice the tokens.
+    The middle size trains on `TOKENS_PER_PARAMETER`. If that needs more than `MAX_EPOCHS` passes over the
+    text, all sizes become larger. If the shortest runs would have fewer than `least_tokens`, all become
+    smaller. A larger budget gives longer runs and more sizes; each additional size doubles the least tokens.
 
     Args:
-        sizes: Sizes of the family, `model.vocab_size` resolved.
+        sizes: Sizes of the family, with a resolved `model.vocab_size`.
         budget_flops: FLOPs of all trainings.
         unique_tokens: Tokens of the training split.
 
     Raises:
-        ConfigError: the budget is too small, or the text too short for any; it names what is enough.
+        ConfigError: the budget is too small, or the text too short for any ladder; says what is enough.
     """
     least = least_flops(sizes, unique_tokens)
     if budget_flops < least:
@@ -135,7 +135,7 @@ def choose_rungs(sizes: Sizes, budget_flops: float, unique_tokens: int) -> tuple
 
 
 def rungs_within(sizes: Sizes, seconds: float, unique_tokens: int, speed: Speed) -> tuple[Rung, ...]:
-    """The rungs of most FLOPs that are expected to end within a time, or the least, which take longer.
+    """The rungs with most FLOPs that should end within `seconds`; if none do, the rungs with least FLOPs.
 
     Raises:
         ConfigError: the text is too short.
@@ -151,10 +151,10 @@ def rungs_within(sizes: Sizes, seconds: float, unique_tokens: int, speed: Speed)
 
 
 def least_flops(sizes: Sizes, unique_tokens: int) -> float:
-    """The least budget of a ladder: the shortest runs of the smallest and fewest sizes, and 0.1 %.
+    """The least budget of a ladder: the shortest runs of the fewest and smallest sizes, plus 0.1 %.
 
     Raises:
-        ConfigError: the text is too short for any.
+        ConfigError: the text is too short for any ladder.
     """
     unit_tokens = least_tokens(sizes.base) / BRANCHES[0]
     if unique_tokens < (needed := math.ceil(SMALLEST_BRANCHES[-1] * unit_tokens / MAX_EPOCHS)):
@@ -168,26 +168,26 @@ def least_flops(sizes: Sizes, unique_tokens: int) -> float:
 
 
 def _or_smaller_steps(sizes: Sizes) -> str:
-    """Advice where it is steps, not tokens, of which the shortest runs need more."""
+    """Advice if the least number of steps, not of tokens, decides how long the shortest runs are."""
     steps_decide = least_tokens(sizes.base) > MIN_TOKENS
     return ", or use a base with a smaller training.global_batch_size" if steps_decide else ""
 
 
 def _flops_of_unit(flops_per_token: Sequence[float]) -> float:
-    """FLOPs of a ladder of these sizes for each token of a run whose decay begins at one unit.
+    """FLOPs of a ladder of these sizes ÷ tokens of a decayed run with its branch at one unit.
 
-    A run with a branch at k units has k times as many tokens, its decay included.
+    A decayed run with its branch at k units has k times as many tokens, half of them in the decay.
     """
     smallest, *others = flops_per_token
 
-    def trained(branches: Sequence[int]) -> float:  # by the stable run, then by its decays
+    def trained(branches: Sequence[int]) -> float:  # the stable run, then its decays
         return (max(branches) + sum(branches)) / 2
 
     return smallest * trained(SMALLEST_BRANCHES) + math.fsum(others) * trained(BRANCHES)
 
 
 def _widening(sizes: Sizes, smallest: int, count: int) -> list[Size]:
-    """`count` sizes from the `smallest`-th member on, each about `WIDTH_RATIO` wider than the one before."""
+    """`count` sizes from the `smallest`-th member on, each about `WIDTH_RATIO` times as wide as the last."""
     numbers = [smallest]
     for k in range(1, count):
         numbers.append(max(numbers[-1] + 1, round(smallest * WIDTH_RATIO**k)))
@@ -195,9 +195,9 @@ def _widening(sizes: Sizes, smallest: int, count: int) -> list[Size]:
 
 
 def _rungs(sizes: Sizes, budget_flops: float, unique_tokens: int, count: int) -> tuple[Rung, ...] | None:
-    """The rungs of `count` sizes; None where the shortest runs would have too few tokens.
+    """The rungs of `count` sizes; None if the shortest runs would have too few tokens.
 
-    The larger the smallest size, the fewer tokens the budget pays for.
+    Tries larger and larger smallest sizes; the larger it is, the fewer tokens the budget pays for.
     """
     least_unit = least_tokens(sizes.base) * 2 ** (count - SIZE_COUNTS[-1]) / BRANCHES[0]
     most_unit = MAX_EPOCHS * unique_tokens / SMALLEST_BRANCHES[-1]

@@ -1,4 +1,4 @@
-"""A family of models of one base configuration: hidden_size is the dial, all other sizes follow."""
+"""A family of models from one base configuration: hidden_size determines all other sizes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.model.sizes import count_parameters, flops_per_token
 
 MIN_LAYERS = 2
-"""One layer cannot copy from its context (arXiv:2209.11895), and its loss falls otherwise."""
+"""A model with one layer cannot copy from its context (arXiv:2209.11895); its loss follows another law."""
 WIDTH_MULTIPLE = 32
-"""Feed-forward widths are multiples of it, which matrix kernels prefer."""
+"""Feed-forward widths are multiples of this number, which matrix kernels prefer."""
 MIN_HEADS = 3
 """Heads of the smallest size: models with fewer hardly gain from more tokens (docs/log.md#ladders)."""
 
@@ -23,17 +23,17 @@ MIN_HEADS = 3
 def member(base: Config, hidden_size: int) -> Config:
     """The configuration of another size of `base`'s family.
 
-    Heads keep their width, and their number, the layers and the feed-forward widths are proportional to
-    `hidden_size`; experts and top-k stay. `optimizer.base_hidden_size` lets learning rates and initial values
-    follow (muP, arXiv:2203.03466), so that `base` is a member with the rates that it has. Everything else,
-    the run's length and folder included, is the base's.
+    Heads keep their width. The numbers of heads and layers and the feed-forward widths are proportional to
+    `hidden_size`. The numbers of experts and top-k stay. `optimizer.base_hidden_size` scales learning rates
+    and initial values (muP, arXiv:2203.03466), and leaves those of `base` itself unchanged. All other
+    settings, also the run's length and folder, are those of `base`.
 
     Args:
         base: Any configuration without `model.init_from`.
         hidden_size: A multiple of `width_step(base)`.
 
     Raises:
-        ConfigError: the base or the size has no family or place in it.
+        ConfigError: `base` has no family, or the family no such size.
     """
     model = base.model
     if model.init_from is not None:
@@ -66,7 +66,7 @@ def member(base: Config, hidden_size: int) -> Config:
         num_attention_heads=heads,
         num_key_value_heads=_key_value_heads(heads, model.num_attention_heads // model.num_key_value_heads),
         decoder_sparse_step=every,
-        # the last layer that may be a mixture stays one
+        # the last layer that can have experts keeps them
         first_k_dense_replace=min(model.first_k_dense_replace, layers // every * every - 1),
         **widths,
     )
@@ -77,7 +77,7 @@ def member(base: Config, hidden_size: int) -> Config:
 
 
 def width_step(base: Config) -> int:
-    """The least hidden size of the family: all are multiples of it, with whole heads."""
+    """The least hidden size of the family: all hidden sizes are multiples of this width of whole heads."""
     return base.model.hidden_size // math.gcd(base.model.hidden_size, base.model.num_attention_heads)
 
 
@@ -85,10 +85,10 @@ class Size(NamedTuple):
     """A member of a family.
 
     Args:
-        config: The member's.
-        flops_per_token: FLOPs of training by one token.
-        total_parameters: All counted.
-        active_parameters: Those that a token uses, with embedding and head.
+        config: Configuration of the member.
+        flops_per_token: FLOPs of training on one token.
+        total_parameters: Number of all parameters.
+        active_parameters: Number of parameters that a token uses, with embedding and head.
     """
 
     config: Config
@@ -98,7 +98,7 @@ class Size(NamedTuple):
 
     @property
     def hidden_size(self) -> int:
-        """The dial."""
+        """`model.hidden_size`."""
         return self.config.model.hidden_size
 
     @property
@@ -108,7 +108,7 @@ class Size(NamedTuple):
 
 
 class Sizes:
-    """The members of a base configuration's family, counted when they are first asked for."""
+    """The members of a base configuration's family; each is counted once, at its first use."""
 
     def __init__(self, base: Config):
         self.base, self.width_step = base, width_step(base)
@@ -134,7 +134,7 @@ class Sizes:
         return math.ceil(MIN_HEADS / heads)
 
     def ascending(self) -> Iterator[Size]:
-        """Members from the smallest on: every one, and where neighbours are near every tenth wider."""
+        """Members from the smallest on: the next one or, if that is wider, one about 10 % wider."""
         number = self.least_number
         while True:
             yield self.size(number)
@@ -146,6 +146,6 @@ def _width(base: int, ratio: float) -> int:
 
 
 def _key_value_heads(heads: int, group: int) -> int:
-    """The divisor of `heads` that is nearest to `heads / group`; of two the larger."""
+    """The divisor of `heads` that is nearest to `heads / group`; of two such divisors the larger."""
     divisors = [count for count in range(1, heads + 1) if heads % count == 0]
     return min(divisors, key=lambda count: (abs(count - heads / group), -count))

@@ -1,4 +1,4 @@
-"""Two ladders compared by compute: what each needs for the same loss."""
+"""Compares two ladders by the compute that each needs for equal loss."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from llm_pretrain.forecast.points import Ladder, Point
 
 
 class EqualLoss(NamedTuple):
-    """What two ladders need for a loss on the frontier of the first.
+    """The compute that two ladders need for a loss on the first ladder's frontier.
 
     Args:
-        loss: A loss on the first's frontier.
-        flops: FLOPs of the first's point.
-        ratio: FLOPs of the second ÷ those of the first: below 1 the second learns more from the same compute.
-            None where no point of the second's frontier is worse, or none is better.
+        loss: A loss on the first ladder's frontier.
+        flops: FLOPs that the first ladder needs.
+        ratio: FLOPs of the second ladder ÷ FLOPs of the first; below 1 the second learns more per FLOP.
+            None if the loss lies outside of the second ladder's frontier.
     """
 
     loss: float
@@ -27,7 +27,7 @@ class EqualLoss(NamedTuple):
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """The decayed points that no cheaper or equal one beats, by FLOPs."""
+    """The decayed points, by FLOPs, whose loss no other one reaches with equal or fewer FLOPs."""
     found: list[Point] = []
     for point in sorted((each for each in points if each.decayed), key=lambda each: (each.flops, each.loss)):
         if not found or point.loss < found[-1].loss:
@@ -36,7 +36,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def flops_for_loss(points: Sequence[Point], loss: float) -> float | None:
-    """FLOPs at which a frontier reaches a loss, interpolated between its points in logarithms of both."""
+    """FLOPs at which a frontier reaches a loss, interpolated log-log between points; None outside of it."""
     for before, after in itertools.pairwise(points):
         if after.loss <= loss <= before.loss:
             share = math.log(before.loss / loss) / math.log(before.loss / after.loss)
@@ -45,10 +45,10 @@ def flops_for_loss(points: Sequence[Point], loss: float) -> float | None:
 
 
 def compare_ladders(first: Ladder, second: Ladder) -> list[EqualLoss]:
-    """Compute to equal loss, at every loss of the first ladder's frontier, the highest first.
+    """Compare the compute for equal loss, at every loss of the first ladder's frontier, the highest first.
 
     Raises:
-        ConfigError: they were trained or evaluated on different data, or one has no frontier.
+        ConfigError: the ladders differ in data or in how they evaluate, or one has no frontier.
     """
     left, right = _evaluated_on(first), _evaluated_on(second)
     for name in left:
@@ -68,7 +68,7 @@ def compare_ladders(first: Ladder, second: Ladder) -> list[EqualLoss]:
 
 
 def _evaluated_on(ladder: Ladder) -> dict[str, object]:
-    """What decides on which positions, and with which context, the losses of a ladder are measured."""
+    """The facts that decide on which positions, and with which context, a ladder's losses are measured."""
     base = ladder.base
     batches = base.evaluation.max_batches
     return {

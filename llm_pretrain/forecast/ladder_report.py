@@ -19,17 +19,17 @@ BEYOND = (1.0, 3.0, 10.0, MAX_COMPUTE_RATIO)
 
 
 def write_ladder_report(folder: Path, output: Path | None = None) -> Path:
-    """Write the page about a ladder, which may be unfinished.
+    """Write the page about a ladder, which may be unfinished, and return the page's path.
 
     Args:
-        folder: The ladder's.
-        output: The page's file, which is returned; `report.html` of the folder if None.
+        folder: The ladder's folder.
+        output: The page's file; None for `report.html` in the folder.
 
     Raises:
         ConfigError: the folder has no ladder.
         CheckpointError: a run's metrics.jsonl is damaged.
         DataError: one of the ladder's files is damaged.
-        OutputError: the page cannot be written, or there is another file, which would be lost.
+        OutputError: the page cannot be written, or would replace a file that is no such page.
     """
     folder = Path(folder)
     return write_page(output or folder / "report.html", lambda: _render(read_ladder(folder)))
@@ -65,7 +65,7 @@ def _render(ladder: Ladder) -> str:
 
 
 def _summary(ladder: Ladder, decayed: Sequence[Point], fit: Fit | None) -> dict[str, str]:
-    """What the ladder is, how far it is, and its law, by label."""
+    """Label -> text about the ladder: its sizes and data, its progress, and its law."""
     used = used_flops(ladder)
     best = min(decayed, key=lambda point: point.loss, default=None)
     sizes = ", ".join(str(rung.hidden_size) for rung in ladder.rungs)
@@ -92,7 +92,7 @@ def _summary(ladder: Ladder, decayed: Sequence[Point], fit: Fit | None) -> dict[
 
 
 def _compute_chart(decayed: Sequence[Point], predicted: list[list[Choice]]) -> dict[str, Any]:
-    """Loss against FLOPs: a line for each size, and beyond them what the best size is predicted to reach."""
+    """Loss against FLOPs: a line for each size, and beyond these the predicted loss of the best size."""
     traces = []
     for color, size in enumerate(sorted({point.hidden_size for point in decayed})):
         own = sorted((point for point in decayed if point.hidden_size == size), key=lambda each: each.tokens)
@@ -122,7 +122,7 @@ def _sizes_chart(predicted: list[list[Choice]]) -> dict[str, Any]:
 
 
 def _chart(id: str, title: str, horizontal: str, traces: list[dict[str, Any]]) -> dict[str, Any]:
-    exponents = "e" if "FLOPs" in horizontal else "B"  # plotly's names: 1e+12, or 1k, 1M, 1B
+    exponents = "e" if "FLOPs" in horizontal else "B"  # plotly: "e" is 1e+12, "B" is 1k, 1M, 1B
     chart = {"id": id, "title": title, "unit": "nats per token", "horizontal": horizontal}
     return chart | {"exponents": exponents, "traces": traces}
 

@@ -1,4 +1,4 @@
-"""The runs of a ladder: of each size one at a constant rate, and decays that begin at its checkpoints."""
+"""The runs of a ladder: per size a stable run (constant learning rate), and decays from its checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llm_pretrain.forecast.family import member
 from llm_pretrain.forecast.points import RUNS_FOLDER, Ladder, Rung
 
 _KEEP_ALL = 1000
-"""Checkpoints of a run; its branches, and those of stops, are far fewer."""
+"""More checkpoints than a run has (at its branches and at stops), so that it keeps all of them."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class LadderRun:
     """One training process of a ladder.
 
     Args:
-        hidden_size: The model's.
-        begin: Step of the stable run's checkpoint that a decay begins at; 0 for a stable run.
+        hidden_size: Hidden size of the model.
+        begin: Step of the stable run's checkpoint at which a decay begins; 0 for a stable run.
         end: Last step.
     """
 
@@ -37,7 +37,7 @@ class LadderRun:
 
     @property
     def stable_name(self) -> str:
-        """Name of its size's stable run."""
+        """Name of the stable run of this size."""
         return f"h{self.hidden_size}"
 
     def follows(self, run: LadderRun) -> bool:
@@ -46,12 +46,12 @@ class LadderRun:
 
     @property
     def trained_steps(self) -> int:
-        """Optimizer steps of its own."""
+        """Number of optimizer steps that this run itself trains."""
         return self.end - self.begin
 
 
 def rung_runs(rung: Rung) -> list[LadderRun]:
-    """The stable run of a size, and its decays."""
+    """The stable run of a size, then its decays."""
     stable = LadderRun(rung.hidden_size, 0, rung.branches[-1])
     pairs = zip(rung.branches, rung.steps, strict=True)
     return [stable, *(LadderRun(rung.hidden_size, begin, end) for begin, end in pairs)]
@@ -70,8 +70,8 @@ def run_folder(ladder: Ladder, run: LadderRun) -> Path:
 def run_config(ladder: Ladder, run: LadderRun) -> Config:
     """The whole configuration of a run: the family's member with the run's schedule and length.
 
-    Everything that decides a number of points.jsonl is the base's or in ladder.json; the run keeps every
-    checkpoint at a branch, and draws, prints and exports as little as it can.
+    Whatever affects a number of points.jsonl comes from the base or from ladder.json. The run keeps the
+    checkpoints of all branches, and turns off trackers, samples and its report.
     """
     base = member(ladder.base, run.hidden_size)
     rung = next(each for each in ladder.rungs if each.hidden_size == run.hidden_size)
@@ -106,7 +106,7 @@ def run_config(ladder: Ladder, run: LadderRun) -> Config:
 
 
 def warmup_of(config: Config, steps: int) -> int:
-    """Steps of warm-up of a run of `steps` steps: at most a tenth, since the base's is for longer runs."""
+    """Warm-up steps of a run of `steps` steps: at most a tenth; the base's warm-up is for longer runs."""
     return min(config.schedule.warmup_steps, steps // 10)
 
 
@@ -117,7 +117,7 @@ def with_store(config: Config, store: Path) -> Config:
 
 
 def longest_first(costs: Mapping[LadderRun, float]) -> list[LadderRun]:
-    """The runs by what they and the longest run that follows cost, such as seconds or FLOPs."""
+    """The runs by descending cost (seconds, say) of the run and of the costliest run that follows it."""
 
     def until_end(run: LadderRun) -> float:
         return costs[run] + max((costs[each] for each in costs if each.follows(run)), default=0.0)
@@ -126,7 +126,7 @@ def longest_first(costs: Mapping[LadderRun, float]) -> list[LadderRun]:
 
 
 def makespan(order: Sequence[LadderRun], costs: Mapping[LadderRun, float], slots: int) -> float:
-    """Cost until all runs have ended: a free slot takes the first that need not wait for another."""
+    """Cost (seconds, say) until all runs have ended; a free slot takes the first run that can start."""
     waiting, running, now = list(order), list[tuple[float, LadderRun]](), 0.0
     while waiting or running:
         unfinished = [*waiting, *(run for _, run in running)]

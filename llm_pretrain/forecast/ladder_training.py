@@ -1,4 +1,4 @@
-"""Chooses the sizes of a ladder for this machine's speed, and runs its trainings side by side."""
+"""Chooses the sizes of a ladder by this machine's speed, and runs the ladder's trainings in parallel."""
 
 from __future__ import annotations
 
@@ -54,31 +54,31 @@ from llm_pretrain.launch.options import say
 from llm_pretrain.runs.record import duration, quantity
 
 GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}
-"""Per second, for the size at which the speed is measured first."""
+"""Guessed FLOPs per second, which choose the size whose speed is measured first."""
 MEASURE_AGAIN = 2.0
-"""Ratio of FLOPs per token between a ladder's middle size and the measured one, from which the middle one is
-measured too, once."""
+"""If the FLOPs per token of a ladder's middle size and of the measured size differ by this factor, the middle
+size is measured too, once."""
 _POLL_SECONDS, _STOP_SECONDS = 0.1, 60
 MEASURED_SECONDS, MEASURED_STEPS = 5.0, 6
-"""How long, and how many steps at least, the speed is measured once all runs train."""
+"""Least seconds and least steps over which the speed of each run is measured."""
 LOCK, MEASURING = ".lock", ".measuring"
-"""In a ladder's folder: what the command in it holds, and where runs whose speed is measured write."""
+"""In a ladder's folder: the lock of a command that uses the ladder, and the folder of measured runs."""
 
 
 def threads_of(machine: Machine) -> int:
-    """CPU threads of each run: the cores are divided among the GPUs, or among the sizes."""
+    """CPU threads of each run: the cores are divided among the GPUs or, without GPUs, among the sizes."""
     return max(1, machine.cores // (machine.gpus or SIZE_COUNTS[0]))
 
 
 def slots_of(machine: Machine, threads: int) -> int:
-    """Runs side by side: one a GPU, or as many as there are cores for their threads."""
+    """Number of runs at once: one per GPU or, without GPUs, cores ÷ threads of a run."""
     return machine.gpus or max(1, machine.cores // threads)
 
 
 def new_ladder(
     given: str, folder: Path, base: Config, store: str, unique_tokens: int, context: LaunchContext
 ) -> Ladder:
-    """Choose the rungs for the budget, measuring the speed for a time, and write ladder.json."""
+    """Choose the rungs for a budget and write ladder.json; measures the speed if the budget is a time."""
     threads, sizes = threads_of(context.machine), Sizes(base)
     (flops, seconds), expected = read_budget(given), ""
     if seconds is None:
@@ -104,10 +104,10 @@ def new_ladder(
 def measured_rungs(
     seconds: float, sizes: Sizes, unique_tokens: int, folder: Path, context: LaunchContext, threads: int
 ) -> tuple[tuple[Rung, ...], float]:
-    """(rungs that this machine trains in a time, less what measuring takes; seconds that they will take).
+    """(rungs that this machine trains in the time left after measuring, seconds that they will take).
 
     Raises:
-        ConfigError: by the measured speed, the time is too short for any ladder.
+        ConfigError: at the measured speed, the time is too short for any ladder.
     """
     started, machine = time.monotonic(), context.machine
     slots = slots_of(machine, threads)
@@ -140,10 +140,10 @@ def measured_rungs(
 
 
 def train(ladder: Ladder, context: LaunchContext) -> int:
-    """Run all that has not ended yet, and print the table."""
+    """Run the trainings that have not ended yet, write the points and the report; returns the exit code."""
     started, folder = time.monotonic(), ladder.folder.resolve()
     files = [file for name in (RUNS_FOLDER, MEASURING) for file in (folder / name).glob("*.yaml")]
-    end_orphans(file.with_suffix("") for file in files)  # a run's folder comes after its file
+    end_orphans(file.with_suffix("") for file in files)  # a run's file exists before its folder
     Runner(ladder, context).run_all()
     points = measured_points(ladder)
     write_points(ladder.folder, points)
@@ -163,10 +163,10 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
 
 
 class Runner:
-    """Runs the trainings of a ladder on all slots, with a line for each that ends.
+    """Runs the trainings of a ladder on all slots, and prints a line for each that ends.
 
     Args:
-        ladder: With its rungs; what it has measured is read from its runs.
+        ladder: The ladder with its rungs; its measurements are read from the folders of its runs.
         context: Where to launch.
     """
 
@@ -175,7 +175,7 @@ class Runner:
         self.runs = ladder_runs(ladder.rungs)
 
     def run_all(self) -> None:
-        """Run those that have not ended yet; of one that has diverged, no decays.
+        """Run the trainings that have not ended yet, except the decays of a diverged stable run.
 
         Raises:
             PretrainError: a run failed.
@@ -196,7 +196,7 @@ class Runner:
         self._clean()
 
     def _prepare(self, run: LadderRun) -> bool:
-        """Write the configuration of a run; False for one that would follow a diverged one."""
+        """Write the configuration of a run; returns False if it is a decay of a diverged run."""
         if any(run.follows(each) and self._progress(each).has_diverged for each in self.runs):
             return False
         file = self._folder(run).with_suffix(".yaml")
@@ -216,9 +216,9 @@ class Runner:
         self._clean()
 
     def _clean(self) -> None:
-        """Delete the checkpoints of runs that have ended with all that follow; of decays the weights stay.
+        """Delete the checkpoints of ended runs whose decays have ended too; decays keep their weights.
 
-        None follows a run that has diverged.
+        A diverged run has no decays to wait for.
         """
         for run in self.runs:
             following = [each for each in self.runs if each.follows(run)]
@@ -235,13 +235,13 @@ class Runner:
 
 
 def job_of(folder: Path, threads: int, world_size: int = 1) -> Job:
-    """A training in `folder`, of the configuration in the file beside it."""
+    """A training in `folder`, with the configuration in the file `folder`.yaml beside it."""
     options, log = ("--config", str(folder.with_suffix(".yaml"))), folder.with_name(f"{folder.name}.log")
     return Job("torchrun", world_size, folder, log, options, threads)
 
 
 def failure(job: RunningJob, name: str, code: int) -> PretrainError:
-    """The error of a run that ended without being finished, with the run's own exit code."""
+    """The error for a run that ended without being finished; it has the run's exit code."""
     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
     lines = last_error_lines(job.job.log)
     error = PretrainError(f"{name} {how}: {lines[-1] if lines else 'no output'}; {job.job.log} has all of it")
@@ -250,7 +250,7 @@ def failure(job: RunningJob, name: str, code: int) -> PretrainError:
 
 
 def end_orphans(folders: Iterable[Path]) -> None:
-    """End runs that a ladder left when it was killed itself: they save, and hold their folders until then."""
+    """End the runs that a killed ladder command left; they hold their folders until they have saved."""
     found = [process for folder in folders for process in processes_of(folder)]
     for process in found:
         with suppress(psutil.Error):
@@ -263,7 +263,7 @@ def end_orphans(folders: Iterable[Path]) -> None:
 def measure_speed(
     base: Config, hidden_size: int, folder: Path, context: LaunchContext, *, slots: int, threads: int
 ) -> Speed:
-    """The speed of runs of a size on all slots at once; deletes what it wrote into `folder`.
+    """Measure the speed of runs of a size on all slots at once; deletes `folder` afterwards.
 
     Raises:
         PretrainError: a run failed.
@@ -286,21 +286,21 @@ def measure_steps(
 
     Args:
         configs: Configurations of runs with a row for each step and no end, as `measured_config` makes them.
-        folder: Emptied first; deleted at the end, but kept with its logs where a run failed.
+        folder: Folder of the runs: emptied first, deleted at the end, but kept with its logs if a run failed.
         context: Where to launch.
-        world_size: Processes of each.
+        world_size: Processes of each run.
 
     Raises:
         PretrainError: a run failed.
     """
-    folder, is_kept = folder.resolve(), False  # its absolute name finds the processes
+    folder, is_kept = folder.resolve(), False  # processes are found by the absolute name
     jobs = [
         job_of(folder / f"{number}", config.distributed.cpu_threads or 1, world_size)
         for number, config in enumerate(configs)
     ]
     rows: dict[Job, Sequence[dict[str, Any]]] = {job: [] for job in jobs}
     started = time.time()
-    end_orphans(job.folder for job in jobs)  # of a measurement that was killed
+    end_orphans(job.folder for job in jobs)  # a killed measurement may have left runs
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)
 
@@ -318,7 +318,7 @@ def measure_steps(
             replace_text(job.folder.with_suffix(".yaml"), dump_yaml(config))
         run_until(jobs, context, are_measured, every=_POLL_SECONDS, on_end=ended)
     except PretrainError:
-        is_kept = True  # the message names a log there
+        is_kept = True  # the error message names a log in the folder
         raise
     finally:
         if not is_kept:
@@ -336,7 +336,7 @@ def _is_measured(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def measured_config(config: Config, threads: int) -> Config:
-    """The configuration of a run whose steps are measured: a row for each, and nothing else."""
+    """The configuration of a run whose steps are measured: a row for each step, no saves or evaluations."""
     return dataclasses.replace(
         config,
         schedule=dataclasses.replace(config.schedule, name="constant", warmup_steps=0, decay_steps=None),

@@ -1,4 +1,4 @@
-"""What a ladder's runs have measured: from the files of their folders to points, speeds and compute used."""
+"""Reads from the folders of a ladder's runs what they measured: points, speeds and used compute."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from llm_pretrain.runs.status import read_status
 
 
 class Evaluation(NamedTuple):
-    """An evaluation; None where a value is not finite, or bytes are unknown."""
+    """Results of an evaluation; a value is None if it is not finite, or if the bytes are unknown."""
 
     loss: float | None
     bits_per_byte: float | None
@@ -36,7 +36,7 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class LadderProgress:
-    """What the files of a run's folder hold at one moment; each empty while there is no such file.
+    """The content of a run's files at one moment; a field is empty while its file does not exist.
 
     Args:
         status: Content of status.json.
@@ -59,12 +59,12 @@ class LadderProgress:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the run ended as diverged, or an evaluation of it was not finite."""
+        """Whether the run ended as diverged, or had an evaluation whose loss is not finite."""
         is_finite = all(each.loss is not None for each in self.evaluations.values())
         return self.status.get("state") == "diverged" or not is_finite
 
     def has_ended(self, end: int) -> bool:
-        """Whether the run finished at step `end` or later with its evaluation, or stopped as diverged."""
+        """Whether the run finished at step `end` or later, with an evaluation of `end`, or has diverged."""
         step = self.status.get("step")
         if self.status.get("state") == "finished" and isinstance(step, int) and step >= end:
             return end in self.evaluations
@@ -83,7 +83,7 @@ class LadderProgress:
 
 
 def read_progress(folder: Path) -> LadderProgress:
-    """Read the folder of a run, which need not exist.
+    """Read the folder of a run; the folder need not exist.
 
     Raises:
         CheckpointError: a line of metrics.jsonl is damaged.
@@ -95,7 +95,7 @@ def read_progress(folder: Path) -> LadderProgress:
 
 
 def diverged_sizes(ladder: Ladder) -> list[int]:
-    """Hidden sizes of which a run has diverged: their points are left out."""
+    """Hidden sizes with a diverged run; points of these sizes are left out."""
     return [
         rung.hidden_size
         for rung in ladder.rungs
@@ -121,8 +121,8 @@ def measured_points(ladder: Ladder) -> list[Point]:
 
 
 def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
-    """The points of one size that has not diverged: the stable run's from the first branch on, and each
-    decay's last. Before the first branch losses tell the start of a training more than its size."""
+    """The points of one size: the stable run's from the first branch on, and the last of each decay. Before
+    the first branch, losses show the start of a training more than its size. None if a run has diverged."""
     size, runs = Sizes(ladder.base).of(rung.hidden_size), rung_runs(rung)
     found = [read_progress(run_folder(ladder, run)) for run in runs]
     if any(progress.has_diverged for progress in found):
@@ -142,7 +142,7 @@ def read_ladder(folder: str | Path) -> Ladder:
 
     Raises:
         ConfigError: the folder has no ladder.
-        DataError: one of its files is damaged, or its points are another ladder's.
+        DataError: a file of the ladder is damaged, or the points are another ladder's.
     """
     ladder = read_unmeasured(folder)
     if ladder is None:
@@ -167,7 +167,7 @@ def read_ladder(folder: str | Path) -> Ladder:
 
 
 def flops_per_second(ladder: Ladder) -> float | None:
-    """Measured speed of the largest size's stable run, with others beside it; None before it has trained."""
+    """Measured speed of the largest size's stable run, while other runs train; None before its first row."""
     sizes, (stable, *_) = Sizes(ladder.base), rung_runs(ladder.rungs[-1])
     seconds = read_progress(run_folder(ladder, stable)).step_seconds
     return sizes.of(stable.hidden_size).step_flops / seconds if seconds else None

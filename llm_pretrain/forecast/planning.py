@@ -1,4 +1,4 @@
-"""From a ladder and a budget to a run: the size that the law predicts to end best, and its configuration."""
+"""Plans a run from a ladder and a budget: the size with the least predicted loss, and its configuration."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from llm_pretrain.forecast.points import Ladder, Training
 from llm_pretrain.forecast.scaling_law import SAMPLES, Fit, Prediction, fit_law
 
 EVALUATIONS, SAVES = 10, 20
-"""In a planned run, about; of evaluations at most, besides that before the first step."""
+"""Of a planned run: at most so many evaluations after the one before the first step; about so many saves."""
 MAX_COMPUTE_RATIO = 30.0
-"""Times the compute of the ladder's largest run up to which predictions are meant."""
+"""Predictions are meant for up to so many times the compute of the ladder's largest run."""
 MAX_LOSS_RATIO = 1.25
-"""Larger sizes are not tried beyond one whose loss is this factor above the least."""
+"""The search stops at a size whose predicted loss is so many times the least one found."""
 WIDE_INTERVAL = 0.1
-"""Width of an interval, relative to the loss, that tells little."""
+"""Width of an interval, relative to the loss, from which a warning says that it tells little."""
 _STABLE_PARTS = tuple(2 ** (-k / 2) for k in range(6, -1, -1))
-"""Shares of the stable phase at which the predicted curve has points: near enough for lines between them."""
+"""Shares of the stable phase at which the predicted curve has points, close enough for straight lines."""
 
 
 class Choice(NamedTuple):
     """A training that a budget pays for.
 
     Args:
-        size: The one that is trained.
+        size: The member of the family that is trained.
         steps: Optimizer steps.
-        training: Its tokens and compute.
-        prediction: Its last evaluation's loss.
+        training: Tokens and compute.
+        prediction: Predicted loss of the last evaluation.
     """
 
     size: Size
@@ -49,17 +49,17 @@ class Choice(NamedTuple):
 
 
 def best_of(choices: list[Choice]) -> Choice:
-    """The choice of least predicted loss."""
+    """The choice with the least predicted loss."""
     return min(choices, key=lambda choice: choice.prediction.loss)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a ladder predicts; its laws are fitted when they are first asked for.
+    """Predictions from a ladder; the laws are fitted at their first use.
 
     Args:
-        ladder: Measured.
-        samples: Laws that a fit's bootstrap fits.
+        ladder: The ladder with its measured points.
+        samples: Number of laws that the bootstrap of a fit fits.
     """
 
     ladder: Ladder
@@ -67,7 +67,7 @@ class Forecast:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """The family's members, each counted once for all choices."""
+        """The family's members; each is counted once for all choices."""
         return Sizes(self.ladder.base)
 
     @cached_property
@@ -88,22 +88,22 @@ class Forecast:
 
     @cached_property
     def stable(self) -> Fit | None:
-        """Fit to the points before the decay; None where they are too few."""
+        """Fit to the points before the decay; None if there are too few."""
         try:
             return fit_law([each for each in self.ladder.points if not each.decayed], samples=self.samples)
         except ConfigError:
             return None
 
     def choices(self, flops: float, max_parameters: float = math.inf, evaluated: float = 0.0) -> list[Choice]:
-        """Sizes of the family that a budget trains for long enough, ascending, around and below the best.
+        """The choices for a budget, by ascending size, up to somewhat above the best size.
 
         Args:
             flops: The budget.
-            max_parameters: All counted.
-            evaluated: Tokens that the budget pays besides the trained ones, for the run's evaluations.
+            max_parameters: Largest number of parameters, all counted.
+            evaluated: Cost of the run's evaluations, in trained tokens, which the budget pays too.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the budget trains no size for long enough, or every size is too large.
         """
         ladder, found, best = self.ladder, list[Choice](), math.inf
         least, step_tokens = least_tokens(ladder.base), ladder.base.training.tokens_per_step
@@ -164,7 +164,7 @@ class Forecast:
         return found
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """A loss in bits per byte of the validation text; None where its bytes are unknown."""
+        """A loss in bits per byte of the validation text; None if the number of bytes is unknown."""
         ratios = [point.bits_per_byte / point.loss for point in self.decayed.points if point.bits_per_byte]
         return loss * statistics.median_high(ratios) if ratios else None
 
@@ -174,7 +174,7 @@ class Forecast:
         size, text = self.sizes.of(config.model.hidden_size), self.ladder.unique_tokens
         steps = {int((last - decay_of(last)) * part) for part in _STABLE_PARTS}
         if self.stable is not None:
-            first = min(rung.branches[0] for rung in self.ladder.rungs)  # the fit has no earlier points
+            first = min(rung.branches[0] for rung in self.ladder.rungs)  # no points of the fit are earlier
             for step in sorted(step for step in steps if step >= first):
                 found.append(PredictedLoss(step, *self.stable.predict(Training.of(size, step, text))))
         return [*found, PredictedLoss(last, *self.decayed.predict(Training.of(size, last, text)))]
@@ -201,7 +201,7 @@ class Forecast:
 def decay_of(steps: int) -> int:
     """Steps of the decay of a run of `steps` steps: half of it, as in the ladder's runs.
 
-    The losses of longer decays differ little (arXiv:2405.18392, figure 5), and each is trained once for every
+    Longer decays change the loss little (arXiv:2405.18392, figure 5), and a ladder trains one decay for every
     number of tokens.
     """
     return max(1, round(steps / 2))

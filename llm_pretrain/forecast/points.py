@@ -1,4 +1,4 @@
-"""What a ladder's folder holds: its sizes and steps in ladder.json, its measurements in points.jsonl."""
+"""Reads and writes a ladder's folder: sizes and steps in ladder.json, measurements in points.jsonl."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Training:
     """One model trained on one number of tokens.
 
     Args:
-        hidden_size: Width of the model, a member of the ladder's family.
-        parameters: Active ones, with embedding and head; a tied embedding counts once.
-        tokens: Trained on, from the first step.
-        unique_tokens: Tokens of the training split; more `tokens` are repetitions.
-        flops: From the first step.
+        hidden_size: Hidden size of the model, a member of the ladder's family.
+        parameters: Active parameters, with embedding and head; a tied embedding counts once.
+        tokens: Number of trained tokens, from the first step on.
+        unique_tokens: Tokens of the training split; if `tokens` is larger, the rest are repetitions.
+        flops: FLOPs from the first step on.
     """
 
     hidden_size: int
@@ -70,7 +70,7 @@ class Point(Training):
 
     @property
     def key(self) -> tuple[int, bool, int]:
-        """What no other point of a ladder has, and by which points.jsonl is ordered."""
+        """Identifies the point in its ladder; points.jsonl is sorted by it."""
         return self.hidden_size, self.decayed, self.tokens
 
 
@@ -79,8 +79,8 @@ class Rung:
     """The runs of one size.
 
     Args:
-        hidden_size: The model's.
-        branches: Step at which the decay of each begins, ascending.
+        hidden_size: Hidden size of the model.
+        branches: Steps at which the decays begin, ascending.
     """
 
     hidden_size: int
@@ -88,12 +88,12 @@ class Rung:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Optimizer steps of its decayed runs: a decay is as long as what came before it."""
+        """Last steps of the decayed runs: a decay has as many steps as came before it."""
         return tuple(2 * branch for branch in self.branches)
 
     @property
     def save_steps(self) -> int:
-        """Steps between the stable run's checkpoints: every branch is a multiple."""
+        """Steps between the stable run's checkpoints; every branch is a multiple of them."""
         return math.gcd(*self.branches)
 
 
@@ -102,15 +102,15 @@ class Ladder:
     """A ladder's runs and what they have measured so far.
 
     Args:
-        folder: The ladder's.
-        base: The configuration whose family it is, with the store as its data, vocabulary and precision
+        folder: The ladder's folder.
+        base: Base configuration of the family, with the store as its data; vocabulary size and precision are
             resolved.
         store_hash: Hash of the token store.
-        unique_tokens: Tokens of its training split.
-        rungs: One for each size, ascending.
-        budget: As it was given: `20m`, `1e16`.
+        unique_tokens: Tokens of the store's training split.
+        rungs: One rung for each size, ascending.
+        budget: The budget as the user wrote it: `20m`, `1e16`.
         threads: CPU threads of each run.
-        points: The table; fewer than planned while the ladder runs.
+        points: The measured points; fewer than planned while the ladder runs.
     """
 
     folder: Path
@@ -123,7 +123,7 @@ class Ladder:
     points: tuple[Point, ...] = ()
 
     def write(self) -> None:
-        """Write ladder.json: all but the points."""
+        """Write ladder.json, which has everything but the points."""
         content = {
             "format": "llm_pretrain ladder",
             "version": VERSION,
@@ -145,7 +145,7 @@ def write_points(folder: Path, points: Iterable[Point]) -> None:
 
 
 def read_unmeasured(folder: str | Path) -> Ladder | None:
-    """A ladder without what it has measured; None where the folder has none.
+    """Read a ladder without its points; None if the folder has no ladder.
 
     Raises:
         DataError: ladder.json is damaged.
@@ -190,7 +190,7 @@ _POINT_KINDS = get_type_hints(Point)
 
 
 def read_points(folder: Path) -> tuple[Point, ...]:
-    """The table of a ladder; empty before its first run has ended. Raises DataError for a damaged line."""
+    """The points of a ladder; empty before its first run has ended. Raises DataError for a damaged line."""
     file, found = folder / POINTS_FILE, list[Point]()
     for number, line in enumerate((_read(file) or b"").splitlines(), start=1):
         values = json_object(Path(f"{file}:{number}"), line)
@@ -207,7 +207,7 @@ def read_points(folder: Path) -> tuple[Point, ...]:
 
 
 def _read(file: Path) -> bytes | None:
-    """A file's bytes; None where there is none."""
+    """The bytes of a file; None if it does not exist."""
     try:
         return read_plain(file, _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError):

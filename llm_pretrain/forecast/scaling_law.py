@@ -2,8 +2,8 @@
 
     L(N, D) = E + A / N^alpha + B / D^beta
 
-(arXiv:2203.15556, approach 3). N are active parameters, with the embedding. D counts tokens; those of
-repeated text count less (arXiv:2305.16264).
+(arXiv:2203.15556, approach 3). N is the number of active parameters, with the embedding. D is the number of
+tokens; repeated tokens count less (arXiv:2305.16264).
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from llm_pretrain.forecast.points import Point, Training
 Floats = NDArray[np.float64]
 
 REPETITION = 15.4
-"""R* of arXiv:2305.16264: after so many repetitions a token has lost 1 - 1/e of its value."""
+"""R* of arXiv:2305.16264: after so many repetitions of the text its value has fallen by 1 - 1/e."""
 HUBER_DELTA = 1e-3
-"""Residual of log L from which it counts linearly (arXiv:2203.15556, appendix D.2)."""
+"""Larger residuals of log L count linearly, not squared (arXiv:2203.15556, appendix D.2)."""
 EXPONENTS = (0.05, 1.0)
-"""Bounds of alpha and beta: larger ones bring the loss to its floor just beyond the points."""
+"""Bounds of alpha and beta. Larger exponents would predict the loss at its floor just beyond the points."""
 _STARTS = (0.2, 0.5, 1.0)
-"""Exponents at which the search begins, each with each."""
+"""Exponents at which the search starts: every pair of alpha and beta."""
 SAMPLES = 100
-"""Laws that the bootstrap fits."""
+"""Number of laws that the bootstrap fits."""
 INTERVAL_LEVEL = 0.9
-"""Share of runs that the interval should contain."""
+"""Share of runs whose loss the predicted interval should contain."""
 LEAST_NOISE = 4e-3
-"""Standard deviation of log L between seeds, of which a ladder's residuals may show less by chance."""
+"""Least assumed noise: standard deviation of log L between seeds. Residuals may be smaller by chance."""
 LEAST_POINTS, LEAST_SIZES = 7, 3
 NO_LAW = 0.01
-"""Noise above this is named: points before and after a jump of the loss, which no law follows."""
+"""Noise above this gives a warning: no law fits points from before and after a jump of the loss."""
 _NUMBERS = 5
-"""Numbers of a law: E, A, alpha, B and beta."""
+"""Number of a law's coefficients: E, A, alpha, B and beta."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class ScalingLaw:
     """A fitted law.
 
     Args:
-        E: Loss that no size and no text removes, nats per token.
-        A, alpha: Numbers of the term A / parameters^alpha.
-        B, beta: Numbers of the term B / tokens^beta.
+        E: Loss of an infinitely large model with infinitely many tokens, nats per token.
+        A, alpha: Coefficients of the term A / parameters^alpha.
+        B, beta: Coefficients of the term B / tokens^beta.
     """
 
     E: float
@@ -62,9 +62,9 @@ class ScalingLaw:
         """Predicted loss, nats per token.
 
         Args:
-            parameters: Active ones.
-            tokens: Trained on.
-            unique_tokens: Tokens of the text; more `tokens` are repetitions.
+            parameters: Active parameters.
+            tokens: Trained tokens.
+            unique_tokens: Tokens of the text; if `tokens` is larger, the rest are repetitions.
         """
         seen = effective_tokens(tokens, unique_tokens)
         return self.E + self.A / parameters**self.alpha + self.B / seen**self.beta
@@ -75,7 +75,7 @@ class ScalingLaw:
 
 
 def effective_tokens(tokens: float, unique_tokens: float) -> float:
-    """Tokens of new text that teach as much: `U + U·R*·(1 - exp(-(D/U - 1) / R*))` for D > U."""
+    """Number of new tokens that teach as much as `tokens`: `U + U·R*·(1 - exp(-(D/U - 1) / R*))` if D > U."""
     repeated = max(0.0, tokens / unique_tokens - 1)
     fresh = min(tokens, unique_tokens)
     return fresh + unique_tokens * REPETITION * -math.expm1(-repeated / REPETITION)
@@ -91,16 +91,16 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """The law of a ladder with what is uncertain about it.
+    """The law of a ladder with its uncertainty.
 
     Args:
-        law: Fitted.
-        points: Those that it is fitted to.
-        residuals: log L of each point less the law's.
-        noise: Standard deviation of log L around the law at `largest_flops`; it grows with the square root of
-            less compute.
-        samples: Laws fitted to points drawn around the law with its noise.
-        largest_flops: FLOPs of the point that has most.
+        law: The fitted law.
+        points: The points to which the law is fitted.
+        residuals: log L of each point minus log L of the law.
+        noise: Standard deviation of log L around the law at `largest_flops`; for less compute it is larger,
+            in proportion to 1 / sqrt(FLOPs).
+        samples: Laws fitted to points drawn around the law with this noise.
+        largest_flops: Largest FLOPs of a point.
     """
 
     law: ScalingLaw
@@ -112,7 +112,7 @@ class Fit:
 
     @property
     def warnings(self) -> list[str]:
-        """Why the law may mislead, by its points alone; one line each."""
+        """Why the law may mislead, whatever is predicted with it; one line each."""
         found, law = list[str](), self.law
         if self.noise > NO_LAW:
             found.append(
@@ -125,7 +125,7 @@ class Fit:
         return found
 
     def predict(self, training: Training) -> Prediction:
-        """The loss of a training that may be none of the ladder's."""
+        """The predicted loss of a training, also of one outside of the ladder."""
         from scipy.stats import t
 
         loss = self.law.of(training)
@@ -143,10 +143,10 @@ def fit_law(points: Sequence[Point], *, samples: int = SAMPLES) -> Fit:
 
     Args:
         points: Points of at least three sizes.
-        samples: Laws that the bootstrap fits.
+        samples: Number of laws that the bootstrap fits.
 
     Raises:
-        ConfigError: too few points or sizes.
+        ConfigError: there are too few points or sizes.
     """
     sizes = {point.hidden_size for point in points}
     if len(points) < LEAST_POINTS or len(sizes) < LEAST_SIZES:
@@ -171,16 +171,16 @@ def fit_law(points: Sequence[Point], *, samples: int = SAMPLES) -> Fit:
 
 
 def _residual_weights(points: Sequence[Point]) -> Floats:
-    """How much a residual of each point counts, at most 1: its square in proportion to the point's compute.
+    """Weight of each point's residual: sqrt(FLOPs / largest FLOPs), at most 1.
 
-    Short trainings deviate more from any law, and seeds move them more.
+    Short trainings deviate more from any law, and vary more between seeds.
     """
     flops = np.array([point.flops for point in points])
     return np.sqrt(flops / flops.max())
 
 
 def _degrees_of_freedom(points: Sequence[Point]) -> int:
-    """Degrees of freedom that a fitted law leaves."""
+    """Degrees of freedom of the residuals: points minus coefficients, at least 1."""
     return max(1, len(points) - _NUMBERS)
 
 
@@ -192,7 +192,7 @@ def _counts(points: Sequence[Point]) -> tuple[Floats, Floats]:
 
 
 def _starts(points: Sequence[Point]) -> list[Floats]:
-    """Starting points: some exponents, with the E, A and B that fit best: a linear problem."""
+    """Starting points: pairs of exponents, each with the E, A and B that fit best (linear least squares)."""
     from scipy.optimize import nnls
 
     losses = np.array([point.loss for point in points])
@@ -213,13 +213,13 @@ def _vector(law: ScalingLaw) -> Floats:
 
 
 def _search(points: Sequence[Point], logs: Floats, starts: Sequence[Floats]) -> ScalingLaw:
-    """The law of least Huber loss of log L, from the best of all starts."""
+    """The law with the least Huber loss of log L, the best of the fits from all starts."""
     from scipy.optimize import least_squares
 
     parameters, tokens = _counts(points)
     weights = _residual_weights(points)
     center, middle = float(parameters.mean()), float(tokens.mean())
-    parameters, tokens = parameters - center, tokens - middle  # else A and alpha nearly compensate each other
+    parameters, tokens = parameters - center, tokens - middle  # else A and alpha are strongly correlated
 
     def parts(vector: Floats) -> Floats:  # E, A/N^alpha and B/D^beta, of shape [3, points]
         e, a, b, alpha, beta = vector

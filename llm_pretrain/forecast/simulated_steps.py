@@ -17,19 +17,19 @@ from llm_pretrain.hardware import Cluster
 from llm_pretrain.launch.jobs import PACKAGE_ROOT, RUN_MODULE, launch_environment
 
 PAGE = 4096
-"""Bytes of a page: below it, a link's time is that of its hops."""
+"""Bytes of a page. For smaller messages, a link's time is only the latency of its hops."""
 LONG = 32_768
-"""Tokens of a sequence from which on `--search` divides sequences over `cp`."""
+"""Sequence length, in tokens, from which `--search` also divides sequences over `cp`."""
 SEARCHED_SHARE = 0.9
-"""Share of the memory that a searched mesh may take: the allocator's fragmentation is not simulated."""
+"""Share of the memory that a searched mesh may take; the allocator's fragmentation is not simulated."""
 _SHARD_SIZES = 3
-"""Shard sizes that are traced for each `ep_size`: the smallest that fits, and every second one after it."""
+"""Number of shard sizes traced for each `ep_size`: the smallest that fits, and every second larger one."""
 _STAGES = 8
-"""Most ranks of a pipeline that `--search` tries: more than twice as many micro batches are traced."""
+"""Largest `pp_size` that `--search` tries; a trace needs more than twice as many micro batches."""
 _TRACED = (3, 4)
-"""Layers that are traced to extrapolate from, besides leading dense layers."""
+"""Numbers of layers of the two traces for an extrapolation, besides leading dense layers."""
 _TRACED_OF_A_STAGE = (2, 3)
-"""Layers of each stage of a pipeline that are traced: it reduces its gradients once all are computed."""
+"""Numbers of layers per stage for a pipeline's extrapolation: a stage reduces gradients after all layers."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class SimulatedStep:
     """A simulated step.
 
     Args:
-        peak: Bytes of a rank at once.
+        peak: Most bytes on a rank at once.
         held: Bytes by kind of tensor at the peak; empty if extrapolated.
-        collectives: Rows by kind, group and its size; empty if extrapolated.
+        collectives: Rows by kind, group and group size; if extrapolated, of the trace with more layers.
         padding: The most padded parameter, as `name`, `rows`, `ranks` and `factor`.
-        products, traffic: Seconds of computation that products and the memory's bandwidth bound.
-        hidden, waited: Seconds of collectives beside computation, and of those it waits for, by link.
+        products, traffic: Seconds of computation bound by products, and by the memory's bandwidth.
+        hidden, waited: Seconds by link of collectives beside computation, and of those it waits for.
         idle: Seconds that the ranks of a pipeline wait for each other.
-        ranks: Whose memory this is, and whose time, in a pipeline.
+        ranks: The rank whose memory this is, and the rank whose time this is; they may differ in a pipeline.
     """
 
     peak: int
@@ -65,7 +65,7 @@ class SimulatedStep:
 
     @property
     def seconds(self) -> float:
-        """Least seconds of the step: the longest of computation and each link beside it, and the waits."""
+        """Least seconds of the step: the longest of computation and each hidden link, plus all waits."""
         return max([self.computing, *self.hidden.values()]) + sum(self.waited.values()) + self.idle
 
     @property
@@ -76,7 +76,7 @@ class SimulatedStep:
         return max([(computing, self.computing), *links], key=lambda pair: pair[1])[0]
 
     def mfu(self, config: Config, world_size: int, machine: Cluster) -> float:
-        """Share of the devices' peak that the model's FLOPs take."""
+        """The model's FLOPs ÷ the FLOPs that all devices reach in the step's time at their peak."""
         from llm_pretrain.model.sizes import flops_per_token
 
         length, in_fp32 = config.training.sequence_length, config.training.precision == "fp32"
@@ -94,16 +94,16 @@ class Simulator:
     def raw(
         self, options: Sequence[str], world_size: int, layers: int | None = None, rank: int = 0
     ) -> dict[str, Any]:
-        """The worker's answer: a `Trace` as plain data, its collectives grouped, with `time`.
+        """Ask the worker for a step; returns its `Trace` as plain data, with grouped collectives, and `time`.
 
         Raises:
-            ConfigError: as the worker does.
+            ConfigError: the worker found errors in the configuration.
             ResourceError: the worker failed.
         """
         job = {"options": list(options), "world_size": world_size, "layers": layers, "rank": rank}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with suppress(BrokenPipeError):  # its reason follows
+        with suppress(BrokenPipeError):  # below, the error output says why
             print(json.dumps(job | {"machine": asdict(self._machine)}), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
@@ -116,7 +116,7 @@ class Simulator:
         return found
 
     def step(self, options: Sequence[str], config: Config, world_size: int) -> SimulatedStep:
-        """The whole step; of a pipeline, the memory of the fullest rank and the time of the slowest."""
+        """Simulate all layers. A pipeline's step has the fullest rank's memory, the slowest rank's time."""
         steps = []
         for rank in different_ranks(config, world_size):
             found = self.raw(options, world_size, rank=rank)
@@ -125,8 +125,8 @@ class Simulator:
         return _of_all(steps)
 
     def extrapolated(self, options: Sequence[str], config: Config, world_size: int) -> SimulatedStep:
-        """The step from that of few layers: every part's memory, and every time, is linear in the layers, or
-        in those of each stage of a pipeline."""
+        """Extrapolate the step from two traces with few layers: the memory of each part, and each time, is
+        linear in the number of layers or, in a pipeline, of layers per stage."""
         model, pp = config.model, config.distributed.mesh(world_size).pp
         period = model.decoder_sparse_step if model.moe_layers else 1
         counts = _TRACED if pp == 1 else _TRACED_OF_A_STAGE
@@ -151,15 +151,15 @@ class Simulator:
 
 
 def _of_all(steps: Sequence[SimulatedStep]) -> SimulatedStep:
-    """The slowest of the ranks' steps, with the memory of the one that has most."""
+    """The slowest rank's step, with the memory of the fullest rank."""
     largest, slowest = max(steps, key=lambda step: step.peak), max(steps, key=lambda step: step.seconds)
     of_both = (largest.ranks[0], slowest.ranks[0])
     return replace(slowest, peak=largest.peak, held=largest.held, ranks=of_both)
 
 
 def different_ranks(config: Config, world_size: int) -> list[int]:
-    """Ranks whose steps differ: of a pipeline the first and the last one, and between them the first with
-    each number of layers, which has more micro batches in memory than later ones."""
+    """Ranks of a pipeline whose steps differ: the first, the last, and between them the first one with each
+    number of layers. It has more micro batches in memory than later ranks with as many layers."""
     distributed, pp = config.distributed, config.distributed.mesh(world_size).pp
     between: dict[tuple[int, int], int] = {}
     for rank in range(1, pp - 1):
@@ -175,7 +175,7 @@ def _reason(text: str) -> str:
 
 @contextmanager
 def simulator(machine: Cluster) -> Iterator[Simulator]:
-    """A worker process, which ends with the block."""
+    """A block with a worker process, which ends with the block."""
     with subprocess.Popen(
         [*RUN_MODULE, "llm_pretrain.forecast.simulation.worker"],
         env=_environment(),
@@ -191,7 +191,7 @@ def simulator(machine: Cluster) -> Iterator[Simulator]:
 
 
 def _environment() -> dict[str, str]:
-    """Without this machine's GPUs, and without torch's warnings about groups that send nothing."""
+    """The worker's environment: no GPUs, and no torch warnings about process groups that send nothing."""
     return launch_environment(PACKAGE_ROOT, gpus="") | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
@@ -214,7 +214,7 @@ class Mesh:
         }
 
     def options(self) -> list[str]:
-        """The settings; sizes of 1 are left out, but for replicas and shards."""
+        """The mesh as options of a script; leaves out sizes of 1, except of replicas and shards."""
         sizes = self.sizes().items()
         kept = [(name, size) for name, size in sizes if size > 1 or name.startswith("dp_")]
         words = [word for name, size in kept for word in (f"--distributed.{name}", str(size))]
@@ -230,8 +230,8 @@ class Mesh:
 def candidates(config: Config, world_size: int, machine: Cluster) -> list[Mesh]:
     """Meshes to trace: for each `ep_size`, `cp_size` and `tp_size`, shard sizes that may fit into memory.
 
-    The product of `cp_size` and `tp_size` is inside a node, as are the ranks that exchange tokens; sequences
-    are divided over `cp` from `LONG` tokens on. For divided sequences only the smallest shard size is taken.
+    One node holds all ranks of `cp_size` x `tp_size`, and all of `ep_size`. `cp_size` exceeds 1 only from
+    `LONG` tokens on. If `cp` or `tp` divides the sequences, only the smallest shard size is taken.
     """
     powers = _powers(machine)
     contexts = powers if config.training.sequence_length >= LONG else [1]
@@ -247,7 +247,7 @@ def pipelines(like: Mesh | None, config: Config, world_size: int, machine: Clust
     """For each `pp_size` up to `_STAGES` that divides the layers, shard sizes that may fit into memory.
 
     Args:
-        like: The mesh whose other sizes are kept; of none, experts are divided as far as they can be.
+        like: The mesh whose other sizes are kept; if None, as many ranks as possible divide the experts.
     """
     experts = config.model.num_experts if config.model.moe_layers else 1
     like = like or Mesh(1, 1, ep=max(size for size in _powers(machine) if experts % size == 0))
@@ -257,13 +257,13 @@ def pipelines(like: Mesh | None, config: Config, world_size: int, machine: Clust
 
 
 def _powers(machine: Cluster) -> list[int]:
-    """Sizes that divide a node."""
+    """Numbers of GPUs that divide a node."""
     node = machine.gpus_per_node
     return [size for size in range(1, node + 1) if node % size == 0]
 
 
 def _fitting(config: Config, world_size: int, machine: Cluster, like: Mesh) -> list[Mesh]:
-    """Meshes with other replicas and shards, the fewest ranks that share state first."""
+    """`like` with all replicas and shards that may fit, by ascending number of ranks that share state."""
     node, sequence = machine.gpus_per_node, like.cp * like.tp
     experts = config.model.num_experts if config.model.moe_layers else 1
     ranks = world_size // like.pp
@@ -281,7 +281,7 @@ def _fitting(config: Config, world_size: int, machine: Cluster, like: Mesh) -> l
 
 
 def _may_fit(mesh: Mesh, config: Config, world_size: int, machine: Cluster) -> bool:
-    """Whether a mesh is allowed, and `estimate` finds memory for it."""
+    """Whether a mesh is allowed, and fits into memory by the estimate of `llm-pretrain estimate`."""
     from llm_pretrain.memory import estimate_memory
 
     on_mesh = mesh.of(config)

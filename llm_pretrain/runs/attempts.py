@@ -1,4 +1,4 @@
-"""attempts.jsonl: each start and resume of a run, and which of them took a step."""
+"""Reads attempts.jsonl: each start and resume of a run, and which of these attempts trained a step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Attempt:
 
     Args:
         number: From 1.
-        start: Steps done before it.
-        path: Its launcher, a key of `SCRIPTS`.
+        start: Number of steps done before the attempt.
+        path: Launcher, a key of `SCRIPTS`.
         world_size: Number of processes.
-        config: Its settings; None where they are not on record.
+        config: Settings of the attempt; None if they are not on record.
         environment: Versions, hardware and variables, as in a checkpoint's manifest.
-        first_byte: Size of metrics.jsonl when it began.
+        first_byte: Size of metrics.jsonl when the attempt began.
     """
 
     number: int
@@ -41,7 +41,7 @@ def read_attempts(run: Path) -> list[Attempt]:
     """The run's attempts since it last began, from its initial values or from another run's checkpoint.
 
     Raises:
-        ConfigError: `run` is no run's folder.
+        ConfigError: `run` is not a run's folder.
         CheckpointError: attempts.jsonl is damaged.
     """
     file = run / "attempts.jsonl"
@@ -67,7 +67,7 @@ def read_attempts(run: Path) -> list[Attempt]:
 
 
 def _attempt(number: int, row: Row) -> Attempt | None:
-    """The attempt of a row of attempts.jsonl; None where it is no such row."""
+    """The attempt that a row of attempts.jsonl describes; None if it describes none."""
     path, size, versions, first = map(row.get, ("launcher", "world_size", "versions", "metrics_bytes"))
     if path not in RESUMABLE_PATHS or not isinstance(versions, dict) or row["step"] < 0:
         return None
@@ -76,28 +76,28 @@ def _attempt(number: int, row: Row) -> Attempt | None:
     try:
         config = from_dict(row["config"]) if isinstance(row.get("config"), dict) else None
     except PretrainError:
-        config = None  # of another version
+        config = None  # written by another version
     facts = versions | {"device": row.get("device")}
     return Attempt(number, row["step"], path, size, config, facts, first)
 
 
 def _began_elsewhere(attempt: Attempt, run: Path, before: Sequence[Attempt]) -> bool:
-    """Whether a later attempt began from another run's checkpoint: then the run had none of its own."""
+    """Whether a later attempt began from another run's checkpoint, since the run had none of its own."""
     if attempt.config is None or attempt.config.checkpoint.resume in ("auto", "never"):
         return False
     resume = attempt.config.checkpoint.resume
     if re.fullmatch(r"step-\d+", Path(resume).name) and Path(resume).name != f"step-{attempt.start:08d}":
-        return False  # it was not used: the run had checkpoints of its own
+        return False  # `resume` was not used: the run had checkpoints of its own
     names = {attempt.config.run.folder.name, run.resolve().name}  # the folder may have been moved
     is_own = Path(resume).parent.name == "checkpoints" and Path(resume).parent.parent.name in names
     return not is_own and attempt.start > 0 and all(each.start in (0, attempt.start) for each in before)
 
 
 def row_starts(attempts: Sequence[Attempt]) -> list[tuple[int, int]]:
-    """`starts` of `read_metrics`."""
+    """The attempts as the argument `starts` of `read_metrics`."""
     return [(each.first_byte, each.start) for each in attempts]
 
 
 def owner_of(step: int, attempts: Sequence[Attempt]) -> Attempt:
-    """The attempt that took a step: the last one that began before it."""
+    """The attempt that trained a step: the last attempt that began before the step."""
     return next(attempt for attempt in reversed(attempts) if attempt.start < step)

@@ -44,15 +44,15 @@ class RunFolder:
         return self.path / f"stacks-rank{rank}.txt"
 
     def acquire(self, newest_run_id: Callable[[Path], str | None]) -> str:
-        """Create the folder, lock it, and return the run's id: that in its marker, or a new one.
+        """Create and lock the folder; returns the run's id, which is a new one if the folder has none.
 
         Args:
-            newest_run_id: The id of the run that wrote the newest checkpoint in a folder: empty where it
-                names none, None without a checkpoint.
+            newest_run_id: Returns, for a folder of checkpoints, the id of the run that wrote the newest one:
+                empty if that checkpoint has no id, None if there is no checkpoint.
 
         Raises:
-            OutputError: it cannot be written, another run has locked it, or a file in it that the run would
-                replace was not written by a run.
+            OutputError: the folder cannot be written, another run has locked it, or the run would replace a
+                file in it that no run has written.
         """
         try:
             make_folder(self.path)
@@ -77,8 +77,8 @@ class RunFolder:
         """Check that the folder is still this run's; does nothing before `run_id` is known.
 
         Raises:
-            OutputError: it was moved or deleted, or belongs to another run now.
-            OSError: its marker cannot be read.
+            OutputError: the folder was moved or deleted, or belongs to another run now.
+            OSError: the marker cannot be read.
         """
         if self.run_id is None:
             return
@@ -94,7 +94,7 @@ class RunFolder:
         self._lock.release()
 
     def _refuse_links_and_pipes(self) -> None:
-        """Refuse pipes, a foreign `.lock`, and links, through which the run would write elsewhere."""
+        """Refuse pipes, a foreign `.lock`, and links: through a link the run would write elsewhere."""
         for name in (MARKER, ".lock", *RUN_FILES, *RUN_FOLDERS, *TRACKER_FOLDERS):
             path = self.path / name
             if path.is_symlink():
@@ -114,7 +114,7 @@ class RunFolder:
             )
 
     def _own_id(self, newest: str | None) -> str:
-        """The run's id: that in the marker, else the newest checkpoint's, else a new one.
+        """The run's id: from the marker, else `newest` (the newest checkpoint's), else a new one.
 
         Raises:
             OutputError: there is no marker, and a file that the run would replace was not written by a run.
@@ -137,5 +137,5 @@ class RunFolder:
 
 
 def _has_entries(path: Path) -> bool:
-    """Whether there is a file, a link or a folder that is not empty at `path`."""
+    """Whether `path` is a file, a link, or a folder that is not empty."""
     return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)

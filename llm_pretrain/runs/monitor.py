@@ -1,4 +1,4 @@
-"""Reads a run's folder while it is written: its newest row, and what it is saving."""
+"""Reads a run's folder while the run writes to it: the newest row, and the step that is being saved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunMonitor:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the run has written down at which step it begins; its first step follows."""
+        """Whether the run has recorded the step at which it begins; its first step follows."""
         return _size(self._attempts) > self._attempts_size
 
     def update(self) -> None:
@@ -48,12 +48,12 @@ class RunMonitor:
                 self.last_step = row["step"]
 
     def step_being_saved(self) -> int | None:
-        """Step of the folder that the run is writing; None while it writes none."""
+        """Step of the checkpoint or weights that the run is writing; None while it writes none."""
         matches = (_SAVE_IN_PROGRESS.fullmatch(os.path.basename(name)) for name in self.temporary_folders())
         return max((int(match[1]) for match in matches if match), default=None)
 
     def temporary_folders(self) -> list[str]:
-        """Temporary folders that were not there at the start."""
+        """Temporary folders that did not exist when this object was made."""
         return [name for name in temporary_folders(self.folder) if name not in self._old_folders]
 
 

@@ -24,9 +24,9 @@ class RunRecord:
     """The content of a run's folder.
 
     Args:
-        name: The run's name, or the folder's where the configuration has none.
+        name: The run's name, or the folder's name if the configuration has none.
         config: `config.yaml` by section and field; empty if it is missing or cannot be read.
-        status: `status.json`; empty likewise.
+        status: `status.json`; empty if it is missing or cannot be read.
         attempts: Rows of `attempts.jsonl`, in the order in which the attempts began.
         rows: Rows of `metrics.jsonl` by step, without lost work (`read_metrics`); `moe/load` is an array
             [layers, experts].
@@ -60,7 +60,7 @@ def fault_lines(status: Mapping[str, Any], *, undone: bool | None = None) -> lis
 
     Args:
         status: The content.
-        undone: Only faults whose step was computed again by a later attempt, or only others; None for all.
+        undone: True: only faults whose step a later attempt computed again; False: only others; None: all.
     """
     faults = status.get("faults")
     lines = []
@@ -83,7 +83,7 @@ def read_run(path: Path, *, metrics: bool = True) -> RunRecord:
         metrics: Whether to read `metrics.jsonl` and `samples.jsonl`, which grow with the run.
 
     Raises:
-        ConfigError: there is no such folder, or it is no run's.
+        ConfigError: there is no such folder, or it is not a run's.
         CheckpointError: a line of `metrics.jsonl` before the last is damaged, or the file cannot be read.
     """
     check_run_folder(path)
@@ -106,7 +106,7 @@ def read_run(path: Path, *, metrics: bool = True) -> RunRecord:
 
 
 def attempt_starts(attempts: Iterable[Row], key: str) -> list[tuple[int, int]]:
-    """`starts` of `read_metrics` for the file whose size the attempts have under `key`."""
+    """The argument `starts` of `read_metrics`, for the file whose size attempts record as `key`."""
     begun = [(attempt.get(key), attempt.get("step")) for attempt in attempts]
     return [(size, step) for size, step in begun if isinstance(size, int) and isinstance(step, int)]
 
@@ -129,7 +129,7 @@ def is_run_folder(path: Path) -> bool:
 
 
 def expert_loads(value: object) -> np.ndarray | None:
-    """`moe/load` as float32 [layers, experts], NaN for what is no finite number; None if it is no table."""
+    """`moe/load` as float32 [layers, experts], NaN for values that are not finite; None if it is no table."""
     try:
         with np.errstate(over="ignore"):
             loads = np.array(value, dtype=np.float32)
@@ -154,7 +154,7 @@ def quantity(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as text, as budgets take it: `1h05m`, `12m30s`, `45s`."""
+    """A time as text that budget options accept: `1h05m`, `12m30s`, `45s`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours:

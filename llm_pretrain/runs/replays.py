@@ -1,4 +1,4 @@
-"""What `llm-pretrain replay` has said of a run: `replays.jsonl` in its folder, a line for each call."""
+"""Reads `replays.jsonl` of a run's folder: the results of `llm-pretrain replay`, a line for each call."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from llm_pretrain.runs.rows import Row, readable_rows
 
 REPLAYS_FILE = "replays.jsonl"
 HELD = ("identical", "within bound")
-"""Verdicts of a segment in which the run's steps are what its settings, data and seed give."""
+"""Verdicts of a segment whose steps follow from the run's settings, data and seed."""
 
 
 def read_replays(folder: Path, problems: list[str] | None = None) -> list[Row]:
-    """The recorded replays of a run, oldest first; each line that is none is added to `problems`."""
+    """The recorded replays of a run, oldest first; each line that is no replay is added to `problems`."""
     found = readable_rows(folder / REPLAYS_FILE, [] if problems is None else problems, _parse, "a replay")
     return [replay for _, replay in found]
 
 
 def _parse(line: bytes) -> Row | None:
-    """The replay in a line; None where it is none."""
+    """The replay in a line; None if the line has none."""
     try:
         replay = json.loads(line)
-        time.gmtime(replay["time"])  # verify shows it
+        time.gmtime(replay["time"])  # verify shows the time
         segments = replay["segments"]
         is_sound = all(0 <= each["start"] < each["end"] and each["verdict"] for each in segments)
     except (ValueError, TypeError, KeyError, OverflowError, OSError, RecursionError):
@@ -36,8 +36,8 @@ def _parse(line: bytes) -> Row | None:
 def replay_differences(replays: Iterable[Mapping[str, Any]]) -> list[Row]:
     """The segments in which a replay and the run differ, oldest first.
 
-    A later replay that found all of a segment's steps identical, its checkpoint too if that differed, shows
-    that it was the earlier replay that was wrong.
+    If a later replay finds all steps of such a segment identical, the earlier replay was wrong. The later one
+    must have compared a checkpoint too if the earlier one did.
     """
     found: list[Row] = []
     for segment in _segments(replays):
@@ -59,7 +59,7 @@ def difference_lines(replays: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def replay_summary(replays: Sequence[Mapping[str, Any]], last: int | None) -> str:
-    """How many of the run's steps up to `last` were replayed and with which verdicts."""
+    """How many of the run's steps up to `last` were replayed, and with which verdicts, in words."""
     spans: list[tuple[int, int, str]] = []
     again = [*_segments(replays), *replay_differences(replays)]
     for new in (each for each in again if each["verdict"] in (*HELD, "differs")):
@@ -77,7 +77,7 @@ def replay_summary(replays: Sequence[Mapping[str, Any]], last: int | None) -> st
 
 
 def replay_status(replays: Sequence[Mapping[str, Any]]) -> Row:
-    """What `status.json` says of recorded replays; empty where there is none."""
+    """The entries of `status.json` about recorded replays; empty if there are none."""
     if not replays:
         return {}
     last = {key: replays[-1].get(key) for key in ("time", "verdict")}

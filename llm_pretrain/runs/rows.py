@@ -20,7 +20,7 @@ Row = dict[str, Any]
 MAX_METRICS_BYTES = 1 << 32
 """Largest metrics file that is read as a whole."""
 _EVERY_ROW = {"step", "time"}
-"""Keys of every row that are no metrics."""
+"""Keys that every row has and that are no metrics."""
 
 
 class MetricsWriter:
@@ -72,7 +72,7 @@ class MetricsWriter:
             raise OutputError(f"{self.path}: cannot write step {step}: {error.strerror}") from error
 
     def sync(self) -> None:
-        """Make the rows survive a power cut; called before a checkpoint after them is committed.
+        """Make the rows survive a power cut; called before the next checkpoint is committed.
 
         Raises:
             OutputError: the disk is full or gone, or the file was moved or deleted.
@@ -115,16 +115,16 @@ def read_metrics(
 ) -> list[dict[str, Any]]:
     """The rows of a metrics file, one per step, by step.
 
-    A row with evaluation metrics only (`eval/…`) is merged into the row of its step, as are consecutive rows
-    of one step that share no metric. Otherwise, where a step occurs twice because a run was repeated from a
-    checkpoint, the later row replaces the earlier one.
+    A row with evaluation metrics only (`eval/…`) is merged into the row of its step. So are consecutive rows
+    of one step that share no metric. Any other second row of a step replaces the first: the run was repeated
+    from a checkpoint.
     A torn last line, which a running process may be writing, is left out.
 
     Args:
         path: The file.
         convert: Applied to each row as it is read, so that large values can be kept in less memory.
-        starts: (bytes of the file when it began, steps done before it) of each attempt. Rows of later steps
-            that stand before it in the file are lost work, and left out.
+        starts: (size of the file in bytes, number of steps done) at the beginning of each attempt. Rows of
+            later steps that precede this place in the file are lost work, which is left out.
 
     Raises:
         CheckpointError: the file is missing, or a line before the last is damaged.
@@ -145,7 +145,7 @@ def read_metrics(
 def without_lost_work(
     rows: Iterable[tuple[int, dict[str, Any]]], starts: Iterable[tuple[int, int]]
 ) -> Iterator[dict[str, Any]]:
-    """The rows of (offset in bytes, row), by offset, without lost work; `starts` as in `read_metrics`."""
+    """Yield the rows of (byte offset, row) pairs in file order, without lost work (`read_metrics`)."""
     later = sorted(starts, reverse=True)
     lowest = list(accumulate((start for _, start in later), min))
     for offset, row in rows:
@@ -157,7 +157,7 @@ def without_lost_work(
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Every row of a metrics file in the order of writing, those of all attempts, without a torn end.
+    """Every row of a metrics file, of all attempts, in the order of writing, without a torn end.
 
     Raises:
         CheckpointError: the file is missing, or a line before the last is damaged.
@@ -166,7 +166,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _placed_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(offset in bytes, row) of each row, in the order of writing."""
+    """Yield (byte offset, row) for each row, in the order of writing."""
     try:
         data = read_plain(path, MAX_METRICS_BYTES)
     except OSError as error:
@@ -184,7 +184,7 @@ def _placed_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parse_row(line: bytes) -> Row | None:
-    """The row in a line; None where it is no JSON object with a step."""
+    """The row in a line; None if the line is no JSON object with a step."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -199,9 +199,9 @@ def readable_rows(
     parse: Callable[[bytes], Row | None] = parse_row,
     expected: str = "a JSON object with a step",
 ) -> list[tuple[int, Row]]:
-    """(offset in bytes, row) of each whole line, of which `parse` makes a row; none without a file.
+    """(byte offset, row) of each whole line that `parse` accepts; empty if there is no file.
 
-    A line that is no row is left out and added to `problems`, as is a file that cannot be read.
+    Every other line is left out and reported in `problems`. A file that cannot be read is reported there too.
     """
     try:
         lines = read_plain(path, MAX_METRICS_BYTES).split(b"\n")[:-1]
@@ -221,7 +221,7 @@ def readable_rows(
 
 
 def rows_of(folder: Path) -> dict[int, Row]:
-    """Rows of a run by step, of a repeated step the last one; empty without a metrics file.
+    """Rows of a run by step; a repeated step has its last row. Empty without a metrics file.
 
     Raises:
         CheckpointError: a line of the file is damaged.
@@ -231,19 +231,19 @@ def rows_of(folder: Path) -> dict[int, Row]:
 
 
 def is_training_row(row: Mapping[str, Any]) -> bool:
-    """Whether a row is of an optimizer step, not of an evaluation alone."""
+    """Whether a row has the metrics of an optimizer step, not only those of an evaluation."""
     return "train/loss_tokens" in row
 
 
 def finite_number(value: object) -> float | None:
-    """`value` where it is a finite number within 64 bits (and no bool), else None."""
+    """`value` if it is a finite number within 64 bits (and no bool), else None."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value if abs(value) < 1 << 63 else None  # JSON allows larger integers, arrays do not
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
 def _cut_torn_end(path: Path) -> None:
-    """Truncate the file after its last whole line; a file without any becomes empty."""
+    """Truncate the file after its last whole row; a file without a whole row becomes empty."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         if not end:

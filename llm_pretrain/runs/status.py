@@ -34,7 +34,7 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def _is_fault(fault: object) -> bool:
-    """Whether it has what is read of a fault of an earlier attempt."""
+    """Whether `fault`, read from the status file, has the entries that this module reads."""
     return isinstance(fault, dict) and matches_type(int, fault.get("step")) and "transient" in fault
 
 
@@ -82,7 +82,7 @@ class Status:
 
     @property
     def checkpoint(self) -> object:
-        """The newest checkpoint, of the previous attempt until `resumed` is called; None without one."""
+        """Path of the newest checkpoint, or None; the previous attempt's until `resumed` is called."""
         return self._progress["checkpoint"]
 
     def started(self) -> None:
@@ -90,9 +90,9 @@ class Status:
         self._write_running()
 
     def resumed(self, step: int, checkpoint: Path | None) -> None:
-        """Record that this attempt computes the steps after `step`, also those that were computed before.
+        """Record that this attempt computes all steps after `step`, even if an earlier attempt has done so.
 
-        Those are no longer checked, and faults of theirs that ended an attempt are undone.
+        These steps no longer count as checked. Faults in these steps that ended an attempt become `undone`.
         """
         if self.checked is not None:
             self.checked = min(self.checked, step) or None
@@ -115,11 +115,11 @@ class Status:
     def add_fault(self, fault: dict[str, Any]) -> None:
         """Record what a check has found; called on all ranks."""
         self.faults.append(fault)
-        with suppress(OutputError, OSError):  # the next write has it too
+        with suppress(OutputError, OSError):  # the next write has the fault too
             self._write_running()
 
     def findings(self) -> list[str]:
-        """What checks and replays have found wrong with the run so far; a run that finishes says so."""
+        """Problems that checks and replays have found so far; a run that finishes gives them as `reason`."""
         found = []
         if faults := [fault for fault in self.faults if not fault.get("undone")]:
             number, last = len(faults), faults[-1]["step"]
@@ -131,7 +131,7 @@ class Status:
     def failed(self, error: BaseException) -> None:
         """Record a failure.
 
-        An error that all ranks raise is recorded by rank 0, and one rank's own `PretrainError` by that rank.
+        Rank 0 records an error that all ranks raise; a rank records a `PretrainError` that it alone raises.
         A lost or hanging peer (StuckError) and a bug are recorded only if no rank has recorded a failure yet.
         """
         if isinstance(error, PretrainError) and not isinstance(error, StuckError):
@@ -160,9 +160,9 @@ class Status:
 
 
 def record_replay(folder: Path, replay: Mapping[str, Any]) -> None:
-    """Append to a run's `replays.jsonl`, and take it into `status.json` once the run has ended.
+    """Append a replay to a run's `replays.jsonl`, and update `status.json` if the run has ended.
 
-    A run that has not ended takes it in at its next write.
+    A run that has not ended updates `status.json` at its next write.
 
     Raises:
         OSError: the folder cannot be written.
@@ -171,7 +171,7 @@ def record_replay(folder: Path, replay: Mapping[str, Any]) -> None:
     line = json.dumps(replay, default=str) + "\n"
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(file, flags, 0o666), "ab", buffering=0) as stream:
-        stream.write(line.encode())  # at once, or lines of two calls may mix
+        stream.write(line.encode())  # in one write, or lines of two calls may mix
         os.fsync(stream.fileno())
     status = folder / "status.json"
     with suppress(Timeout), FileLock(folder / ".lock", blocking=False):

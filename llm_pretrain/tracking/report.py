@@ -35,9 +35,9 @@ MAX_SAMPLES = 12
 MAX_SKIPPED = 50
 """Largest number of skipped steps that are listed."""
 _LOCATIONS = {"run.name", "run.output_dir", "checkpoint.resume"}
-"""Settings of where a run is stored, which do not affect its results."""
+"""Settings that say where a run is stored; they do not affect its results."""
 _MARK = b'<meta name="generator" content="llm_pretrain '
-"""In the head of a page of ours."""
+"""Text in the head of every page that this module writes."""
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -49,18 +49,18 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
         output: The page's file, which is returned; its folder is created if missing.
 
     Raises:
-        ConfigError: a folder is missing or no run's.
+        ConfigError: a folder is missing, or is not a run's.
         CheckpointError: a run's `metrics.jsonl` is damaged or cannot be read.
-        OutputError: the page cannot be written, or there is another file, which would be lost.
+        OutputError: the page cannot be written, or would replace a file that is not such a page.
     """
     return write_page(output, lambda: _render([read_run(Path(run)) for run in runs]))
 
 
 def write_page(output: Path, render: Callable[[], str]) -> Path:
-    """Write a page of `render_page`; `output` is checked before the page is rendered.
+    """Write a page of `render_page`, and return its path; `output` is checked before the page is rendered.
 
     Raises:
-        OutputError: the page cannot be written, or there is another file, which would be lost.
+        OutputError: the page cannot be written, or would replace a file that is not such a page.
     """
     output = Path(output)
     if not output.is_dir():
@@ -103,13 +103,13 @@ def render_page(template: str, *, data: Any, script: str, **values: Any) -> str:
     """A page from a template of this package.
 
     Args:
-        template: Its file's name.
-        data: What the page holds as JSON for scripts.
-        script: File of this package's templates that draws the charts; the template gets it as `script`, with
-            what all charts share, and `plotly`.
-        values: For the template, besides `version`, `written` and `style`; their text is escaped.
+        template: File name of the template.
+        data: Data that the page holds as JSON, for its scripts.
+        script: File name of the template's script, which draws the charts. The template gets it, after the
+            code that all charts share, as `script`, and plotly's code as `plotly`.
+        values: Further values for the template; their text is escaped.
     """
-    # imported here, because a training run imports this module and does not need them before its end
+    # imported here: a training run imports this module, but needs these packages only at its end
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
@@ -178,7 +178,7 @@ class Table:
 
 
 def _summary(run: RunRecord) -> dict[str, str]:
-    """What a run is and how far it is, by label; unknown entries are left out."""
+    """Label -> text about a run and its progress; unknown entries are left out."""
     attempt = run.attempts[-1] if run.attempts else {}
     losses = metric_values(run.rows, "train/loss")
     evaluated = [row for row in run.rows if finite_number(row.get("eval/loss")) is not None]
@@ -226,7 +226,7 @@ def _progress(run: RunRecord) -> str | None:
 
 
 def _tokens(run: RunRecord) -> str | None:
-    """Tokens at the step that is shown; `about` where its row has none."""
+    """Number of tokens at the last step; with `about` if the step's row does not have it."""
     step = _last_step(run)
     tokens = None if step is None else Axes(run).at(step)["tokens"]
     if tokens is None:

@@ -35,7 +35,7 @@ class RunSeries:
     Args:
         name: Shown in legends.
         train: Columns of the training rows: `step`, `tokens`, `hours`, then metrics by key.
-        evaluation: Columns of the rows with an evaluation, likewise.
+        evaluation: Columns of the rows with an evaluation: `step`, `tokens`, `hours`, then metrics by key.
         restarts: `{step, tokens, hours, label}` of each attempt after the first.
         skipped: `{step, tokens, hours, label, value}` of each skipped step; `value` is the loss before it.
         rows_per_point: Largest number of rows that one point of `train` covers.
@@ -50,7 +50,7 @@ class RunSeries:
 
 
 def run_series(run: RunRecord, name: str) -> RunSeries:
-    """The columns and marks of one run."""
+    """The columns and marks of one run; `name` is its name in legends."""
     training = [_with_experts(row) for row in run.rows if any(key.startswith("train/") for key in row)]
     evaluated = [row for row in run.rows if any(key.startswith("eval/") for key in row)]
     axes = Axes(run)
@@ -75,7 +75,7 @@ def training_seconds(run: RunRecord) -> float | None:
 
 
 class Axes:
-    """Interpolates tokens and hours at any step; after the last row with tokens, these grow as before it."""
+    """Interpolates tokens and hours at any step; extrapolates tokens after the last row that has them."""
 
     def __init__(self, run: RunRecord):
         tokens = [
@@ -108,14 +108,14 @@ def _rounded(value: float | None) -> float | None:
 
 
 _SECONDS_OF_A_DAY = 86_400
-"""Between two rows more of them mean that the clock was set."""
+"""A longer time between two rows means that the clock was changed."""
 
 
 def _clock(run: RunRecord) -> tuple[list[float], list[float]]:
-    """Steps, and the hours of training after which each was done, both ascending.
+    """(steps, hours of training after which each step was done), both ascending.
 
-    Computed from the rows' times less the pauses between attempts, or from the step times where rows have no
-    time or the clock was set.
+    The hours come from the rows' times, without the pauses between attempts. They come from the step times
+    if rows have no time or the clock was changed.
     """
     timed = [row for row in run.rows if finite_number(row.get("time")) is not None]
     if not timed:
@@ -210,7 +210,7 @@ def expert_maps(rows: Iterable[Row]) -> dict[str, Any] | None:
     loaded = [(row["step"], row["moe/load"], row) for row in rows if row.get("moe/load") is not None]
     if not loaded:
         return None
-    shape = loaded[-1][1].shape  # of a run whose number of experts changed, only the last rows are shown
+    shape = loaded[-1][1].shape  # if the number of experts has changed, only the last rows are shown
     loaded = [entry for entry in loaded if entry[1].shape == shape]
     layers, experts = shape
     fewest, most = MAP_COLUMNS
@@ -255,14 +255,14 @@ class Chart:
         id: Id of its element in the page.
         title: What it shows.
         unit: Unit of the vertical axis.
-        columns: Label of each curve by the metric's key; `*` stands for any text, which then is the label;
-            without one the legend does not name it.
+        columns: Key of a metric -> label of its curve. `*` in a key matches any text, which becomes the
+            label. A curve with an empty label is not in the legend.
         scale: Factor on the values.
         log: Logarithmic vertical axis from the start.
         smooth: Whether the page's smoothing applies.
         skipped: Whether skipped steps are marked.
         nonzero: Whether a column of zeros is left out.
-        wide: Whether it takes the page's whole width.
+        wide: Whether the chart takes the page's whole width.
     """
 
     id: str
@@ -299,7 +299,7 @@ _PREDICTED = {
     "eval/predicted_low": "",
     "eval/predicted_high": "predicted interval",
 }
-"""The page fills what is between the lower and the upper end, which stands next."""
+"""The page fills the area between the lower end and the next entry, the upper end."""
 _NATS, _BITS = "nats per token", "bits per byte"
 CHARTS = {
     "loss": (
@@ -393,7 +393,7 @@ def chart_sections(runs: Sequence[RunRecord], series: Sequence[RunSeries]) -> li
         ]
         narrow = [chart for chart in charts if not chart["wide"]]
         if len(narrow) % 2:
-            narrow[-1]["wide"] = True  # alone in its row
+            narrow[-1]["wide"] = True  # it is alone in its row
         if charts:
             sections.append({"id": section, "title": title, "note": note, "charts": charts})
     return sections

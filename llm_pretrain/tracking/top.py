@@ -29,9 +29,9 @@ from llm_pretrain.runs.replays import difference_lines
 from llm_pretrain.runs.rows import finite_number, parse_row
 
 MIN_WIDTH = 24
-"""Columns that are drawn at least; a narrower terminal wraps the lines."""
+"""Least width of the table in characters; a narrower terminal wraps the lines."""
 TAIL_BYTES = 4 << 20
-"""How much of the end of metrics.jsonl is read at most, so that a run of a million steps opens at once."""
+"""Most bytes read from the end of metrics.jsonl, so that a run of a million steps opens at once."""
 KEYS = {"step", "time", "train/loss", "perf/tokens_per_second", "perf/step_seconds"}
 """Metrics whose newest numbers are shown."""
 STYLES = {
@@ -91,7 +91,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _may_become_a_run(path: Path) -> bool:
-    """Whether a run may be about to start there: nothing yet, or a folder that has no more than its lock."""
+    """Whether a run may be about to start at `path`: no folder yet, or one with only hidden files."""
     try:
         return all(each.name.startswith(".") for each in path.iterdir())
     except FileNotFoundError:
@@ -102,7 +102,7 @@ def _may_become_a_run(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Run:
-    """The line of one run, with remarks to be written below the table; `waiting` before it has a folder."""
+    """One run's line of the table, and its remarks below the table; `waiting` before the run has a folder."""
 
     name: str
     state: str = "waiting"
@@ -129,7 +129,7 @@ def _look_at(paths: Sequence[Path]) -> list[_Run]:
 def _read(folder: Path) -> _Run:
     try:
         record = read_run(folder, metrics=False)
-    except ConfigError:  # not there yet, or deleted since it was found
+    except ConfigError:  # the folder is not there yet, or was deleted meanwhile
         return _Run(printable(folder.resolve().name))
     newest = _newest_numbers(folder / "metrics.jsonl", record.problems)
     loss, speed, when = (newest.get(key) for key in ("train/loss", "perf/tokens_per_second", "time"))
@@ -183,7 +183,7 @@ def _newest_numbers(file: Path, problems: list[str]) -> dict[str, float]:
 
 
 def _table(runs: Sequence[_Run], width: int) -> RenderableType:
-    """A line for each run, and its remarks, in a terminal of `width` columns."""
+    """The table with a line for each run, then the remarks, for a terminal of `width` columns."""
     table = Table(expand=True, header_style="dim", box=None, pad_edge=False)
     table.add_column("run", overflow="ellipsis", no_wrap=True, ratio=3)
     table.add_column("state", no_wrap=True)

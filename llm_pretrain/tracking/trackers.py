@@ -1,8 +1,8 @@
 """Shows the rows of a run as they come: on the console, in Weights & Biases, in TensorBoard.
 
 None of these stops or delays training. After an output error (a closed pipe, say) the console shows nothing
-more; wandb runs in its own thread with bounded waits. A failing tracker is dropped with one warning;
-metrics.jsonl has everything that the trackers get.
+more. wandb runs in a separate thread, and waits for it are bounded. A tracker that fails is dropped with one
+warning; metrics.jsonl has everything that trackers get.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Console:
 
     Args:
         config: The run's configuration; the progress bar shows its name.
-        enabled: True on one process only; the others show nothing.
+        enabled: True on one process only; other processes show nothing.
         start_step: Step from which the run starts.
-        max_steps: Step at which it ends.
+        max_steps: Step at which the run ends.
     """
 
     def __init__(self, config: Config, *, enabled: bool, start_step: int, max_steps: int):
@@ -98,7 +98,7 @@ class Console:
         self._enabled = False
 
     def _remaining_seconds(self, row: Row) -> float | None:
-        """Time left at the mean rate since the first row; at the first row, at its own step time."""
+        """Seconds left at the mean speed since the first row; for the first row, at that row's step time."""
         now, step = time.monotonic(), row["step"]
         left = self._max_steps - step
         if self._first is None:
@@ -193,10 +193,10 @@ class Trackers:
     """The trackers of one run.
 
     Args:
-        config: The run's configuration; wandb records it, its `logging` section selects the trackers.
+        config: The run's configuration. Its `logging` section selects the trackers, and wandb records it.
         run_folder: The run's folder; each tracker writes into a subfolder.
         wandb_id: Id of the wandb run to resume, None for a new one.
-        enabled: True on one process only; the others track nothing.
+        enabled: True on one process only; other processes track nothing.
         first_step: The first step that will be logged.
         warn: Shows a warning; by default through `logging`.
     """
@@ -221,7 +221,7 @@ class Trackers:
         alphabet = string.ascii_lowercase + string.digits
         self.wandb_id = wandb_id or "".join(secrets.choice(alphabet) for _ in range(8))
         try:
-            # in this thread: two threads that import packages with cycles can see them half initialised
+            # in this thread, since two threads can see packages with import cycles half initialised
             os.environ.setdefault("WANDB_SILENT", "true")
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry can delay the exit
             import wandb  # noqa: F401
@@ -254,7 +254,7 @@ class Trackers:
 class _TensorBoard:
     """Writes metrics as TensorBoard scalars into `tensorboard/` in the run's folder, one file per attempt.
 
-    Readers drop what an earlier attempt wrote from `first_step` on.
+    TensorBoard drops what an earlier attempt wrote from `first_step` on.
     """
 
     def __init__(self, folder: Path, first_step: int, warn: Callable[[str], None]):
@@ -330,7 +330,7 @@ class _WandbThread(threading.Thread):
     def _give_up(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            for hook in self._exit_hooks:  # they would wait for wandb's service, or print that it is gone
+            for hook in self._exit_hooks:  # a hook would wait for wandb's service, or print that it is gone
                 atexit.unregister(hook)
             self._warn(f"wandb is left out from here on: {reason}; metrics.jsonl goes on")
 
@@ -382,7 +382,7 @@ class _WandbThread(threading.Thread):
 
 @contextmanager
 def _recorded_exit_hooks(package: str, hooks: list[Callable[..., object]]) -> Iterator[None]:
-    """Append to `hooks` the functions of a package that are registered with `atexit` inside the block."""
+    """A block that appends to `hooks` the functions that `package` registers with `atexit` meanwhile."""
     register = atexit.register
 
     def recording(function: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:

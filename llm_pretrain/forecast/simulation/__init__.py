@@ -1,4 +1,4 @@
-"""A training step of one rank of any number, without a GPU: its memory, its collectives, its least time.
+"""Simulates, without a GPU, a training step of one of many ranks: memory, collectives and least time.
 
-`worker` and `verify` run in processes of their own; `device` changes all of torch there.
+`worker` runs in a separate process, since `device` changes all of torch in its process.
 """

@@ -1,8 +1,8 @@
-"""A GPU of which torch knows only the type: fake tensors on it have sizes, no values.
+"""A simulated GPU: a device type of torch whose fake tensors have sizes but no values.
 
-It is registered from Python, so no CUDA and no compiler is needed. Its tensors take the paths of an NVIDIA
-GPU: autocast's rules, and the kernels that training would choose there. Registering changes the whole
-process, so a simulation has a process of its own.
+The device is registered from Python, which needs neither CUDA nor a compiler. Its tensors take the code paths
+of an NVIDIA GPU: autocast's rules, and the kernels that training would choose. The registration changes the
+whole process, so a simulation runs in a separate process.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.utils._pytree import tree_map
 from llm_pretrain.model.kernels import GPU_TYPES
 
 NAME = "simulated"
-"""Its type, as in `torch.device("simulated")`."""
+"""The device type, as in `torch.device("simulated")`."""
 _AUTOCAST = (
     *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm"),
     *("scaled_dot_product_attention", "_grouped_mm"),
 )
-"""Operations that autocast computes in the low type."""
+"""Operations that autocast computes in low precision."""
 _SINGLE_KERNELS = ("silu_backward", "_fused_rms_norm")
-"""Operations that are one kernel on a GPU, and several operations where torch finds none."""
+"""Operations that are one kernel on a GPU; without a kernel torch splits them into several operations."""
 _scores_attention = F.scaled_dot_product_attention
 autocast_copies: dict[int, Tensor] = {}
-"""Parameters' copies in the low type, by the `id` of the parameter, until the outermost region ends."""
+"""`id` of a parameter -> its copy in low precision, kept until the outermost autocast region ends."""
 _libraries: list[torch.library.Library] = []
 """Registrations, which end when they are deleted."""
 
@@ -108,9 +108,9 @@ def register() -> torch.device:
 
 
 def _register_autocast() -> None:
-    """The rules of autocast on a GPU: products in the low type, everything else as it comes.
+    """Register the rules of autocast on a GPU: products in low precision, everything else unchanged.
 
-    A parameter is cast once: as autocast does, its copy is kept until the outermost region ends.
+    As in autocast, a parameter is cast once, and its copy is kept until the outermost region ends.
     """
     fallback = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     fallback.fallback(torch.library.fallthrough_kernel)
@@ -141,10 +141,10 @@ def _register_autocast() -> None:
 
 
 def register_kernels(dispatch_key: str) -> None:
-    """Make torch call the operations that it would otherwise decompose; fake tensors know their results.
+    """Make torch call operations that it would otherwise decompose; fake tensors know the results' shapes.
 
     Args:
-        dispatch_key: The device's, such as `PrivateUse1`.
+        dispatch_key: Dispatch key of the device, such as `PrivateUse1`.
     """
 
     def is_called(*_: Any, **__: Any) -> Any:
@@ -153,7 +153,7 @@ def register_kernels(dispatch_key: str) -> None:
     library = torch.library.Library("aten", "IMPL", dispatch_key)
     for name in _SINGLE_KERNELS:
         library.impl(name, is_called)
-    # It adds in place; its decomposition, which fails in torch 2.11, makes tensors of the result's size.
+    # This addmm adds in place. Its decomposition makes tensors of the result's size, and fails in torch 2.11.
     decomposition_table.pop(torch.ops.aten.addmm.dtype_out, None)
     shapes = torch.library.Library("aten", "IMPL", "Meta")
     shapes.impl("addmm.dtype_out", lambda total, *_, out, **__: out, allow_override=True)
@@ -169,13 +169,13 @@ def attention(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` by a GPU: flash attention in low precision without a mask, else
-    the memory-efficient one, which takes a bias."""
+    """`scaled_dot_product_attention` as on a GPU: flash attention in low precision without a mask, else
+    memory-efficient attention, which takes the mask as a bias."""
     operations: Any = torch.ops.aten
     if attn_mask is None and query.dtype != torch.float32:
         flash = operations._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal)[0]
-    if enable_gqa:  # no kernel
+    if enable_gqa:  # has no memory-efficient kernel
         return _scores_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=True)
     bias = attn_mask
     if attn_mask is not None:

@@ -1,4 +1,4 @@
-"""Every name that is replaced while a step is simulated: torch's, and those of `OURS`."""
+"""Replaces functions while a step is simulated: some of torch, and those that `OURS` names."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def _ours(name: str, value: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _our_module(name: str, **functions: Any) -> Iterator[None]:
-    """A block in which what is imported from a module are these functions."""
+    """A block in which a module consists of these functions."""
     assert name in OURS
     modules: dict[str, Any] = sys.modules
     before = {name: modules[name]} if name in modules else {}
     modules[name] = SimpleNamespace(**functions)
     try:
         yield
-    finally:  # not by patch.dict, which forgets what was imported in the block
+    finally:  # not patch.dict, which also drops modules imported in the block
         del modules[name]
         modules.update(before)
 
 
 @contextmanager
 def outside_a_run() -> Iterator[None]:
-    """A block in which an engine takes the process group that exists, and batches as they are."""
+    """A block in which an engine uses the existing process group, and takes batches unchanged."""
     with (
         patch.dict(os.environ, {"WORLD_SIZE": str(dist.get_world_size())}),
         patch.object(dist, "init_process_group"),
@@ -73,7 +73,7 @@ def outside_a_run() -> Iterator[None]:
 
 @contextmanager
 def gpu_kernels(capability: tuple[int, int]) -> Iterator[None]:
-    """A block in which the simulated GPU takes the kernels of one of this compute capability."""
+    """A block in which the simulated GPU uses the kernels of a GPU with this compute capability."""
     clear = torch.clear_autocast_cache
 
     def clear_copies() -> None:
@@ -97,7 +97,7 @@ def gpu_kernels(capability: tuple[int, int]) -> Iterator[None]:
 
 @contextmanager
 def even_router(*, real: bool) -> Iterator[None]:
-    """A block in which assignment i is to expert i, modulo the number of experts."""
+    """A block in which the router gives assignment i to expert i modulo the number of experts."""
     count = experts = 0
 
     def top_experts(ranking: Tensor, top_k: int) -> Tensor:
@@ -123,7 +123,7 @@ def even_router(*, real: bool) -> Iterator[None]:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """A block in which nothing reads a value from a tensor, nor makes a mesh of fake tensors."""
+    """A block in which no code reads a tensor's value, and device meshes consist of real tensors."""
     find, in_ratio = Tensor.nonzero, resolve_name(f"{_KERNELS}.loss._in_ratio")
 
     def row_offsets(document_ids: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def without_values() -> Iterator[None]:
         stack.enter_context(_ours(f"{_KERNELS}.loss._in_ratio", is_in_ratio))
         stack.enter_context(_ours(f"{_KERNELS}.attention._offsets", row_offsets))
         stack.enter_context(patch.object(Tensor, "nonzero", nonzero))
-        # warns of a group that is a fake
+        # it would warn about a fake group
         stack.enter_context(patch.object(dist.distributed_c10d, "_set_pg_timeout"))
         for name in ("_concatenate", "_unflatten", "_flatten", "__getitem__"):
             stack.enter_context(_outside_fakes(DeviceMesh, name))
@@ -166,7 +166,7 @@ def _outside_fakes(owner: Any, name: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def tracked(tracker: Tracker) -> Iterator[None]:
-    """A block that is tracked, including the storages that it frees or resizes in place."""
+    """A block that the tracker follows, including storages that are freed or resized in place."""
     resize, infer = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
     def resized(storage: Any, size: int) -> Any:
@@ -175,7 +175,7 @@ def tracked(tracker: Tracker) -> Iterator[None]:
         return made
 
     def inferred(*arguments: Any) -> Any:
-        """DTensor infers shapes on fake tensors, which are no memory."""
+        """DTensor infers shapes on fake tensors, which take no memory."""
         with tracker.paused():
             return infer(*arguments)
 
@@ -188,7 +188,7 @@ def tracked(tracker: Tracker) -> Iterator[None]:
 
 
 def telling_reductions(tracker: Tracker) -> AbstractContextManager[Any]:
-    """A block in which the tracker is told when FSDP has reduced the gradients of a layer."""
+    """A block in which FSDP tells the tracker when it has reduced a layer's gradients."""
     post_backward = FSDPParamGroup.post_backward
 
     def reduce(group: Any, *unused: Any) -> None:
@@ -200,17 +200,17 @@ def telling_reductions(tracker: Tracker) -> AbstractContextManager[Any]:
 
 
 class _Works(list[Any]):
-    """Outstanding sends and receives, which keep their tensors as those of Gloo and NCCL do."""
+    """Outstanding sends and receives; they keep their tensors alive, as those of Gloo and NCCL do."""
 
     operations: Any
 
 
 @contextmanager
 def telling_micro_batches(tracker: Tracker, count: int) -> Iterator[None]:
-    """A block in which the stages of a pipeline tell the tracker what they compute, and know the
-    shapes of what they receive without a first exchange.
+    """A block in which the stages of a pipeline tell the tracker what they compute, and know the shapes of
+    received tensors without a first exchange.
 
-    They have buffers to receive all `count` micro batches of a step, though fewer are traced.
+    A stage has receive buffers for all `count` micro batches of a step, though fewer are traced.
     """
     from torch.distributed.pipelining._utils import InferenceMode  # not in torch 2.11
 

@@ -1,10 +1,10 @@
 """A lower bound of a step's time on a machine: products, memory traffic and links at their peaks.
 
-An operation takes at least as long as its products at the peak of their type and as long as its bytes at the
-bandwidth of the memory. In compiled layers, elementwise operations in a row read their first inputs and write
-their last results only. FSDP's collectives are hidden behind computation but for the first gather and the
-last reduction; exchanges of tokens, of keys and values, and of the positions and parts of divided products
-are not hidden, nor what a stage of a pipeline receives.
+An operation takes at least the time of its products at the peak of their dtype, and the time of its bytes at
+the memory's bandwidth. In compiled layers, consecutive elementwise operations read only their first inputs
+and write only their last results. Computation hides FSDP's collectives, except the first gather and the last
+reduction. It hides neither exchanges of tokens, of keys and values, and of the positions and parts of divided
+products, nor what a stage of a pipeline receives.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _FUSED = {
 _LOOKED_UP = {"embedding", "index", "index_select", "gather"}
 """Operations that read no more of their first input than they write."""
 _LEFT = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-"""Matrix products, and which of their tensors is the left factor."""
+"""Matrix product -> index of the left factor among its tensors."""
 _HIDDEN = {"all_gather", "reduce_scatter"}
-"""Collectives of FSDP that run beside computation; and its all-reduces of gradients."""
+"""Collectives of FSDP that run beside computation; its all-reduces of gradients do so too."""
 
 
 class Roofline:
     """Sums the least time of the operations that a `Tracker` observes, by micro batch.
 
     Args:
-        machine: The one that computes them.
+        machine: The machine that executes the operations.
         fuses: Whether a compiler fuses elementwise operations.
-        length: Tokens of a row, over which attention is counted.
+        length: Tokens of a row; attention is counted over whole rows.
     """
 
     def __init__(self, machine: Cluster, *, fuses: bool, length: int):
@@ -54,7 +54,7 @@ class Roofline:
         self.products: dict[float, float] = defaultdict(float)
         self.traffic: dict[float, float] = defaultdict(float)
         self._unwritten: dict[int, tuple[str, int]] = {}
-        """Storages that a fused operation made and nothing else has read: their phase and bytes."""
+        """Number of a storage -> (phase, bytes), for results of fused operations that are not written yet."""
 
     def __call__(self, func: Any, args: Any, given: list[Tensor], made: list[Tensor]) -> None:
         """Add an operation."""
@@ -78,7 +78,7 @@ class Roofline:
     def _flops(self, func: Any, given: list[Tensor], made: list[Tensor]) -> float:
         name = func._opname
         if name in ("_varlen_attn", "_varlen_attn_backward"):
-            # two products in each direction; backward five (scores again); the lower triangle of them
+            # forward 2 products, backward 5 (the scores again); only the lower triangle of each
             query = given[0] if name == "_varlen_attn" else given[1]
             products = 2 if name == "_varlen_attn" else 5
             return products * query.numel() * self.length
@@ -117,7 +117,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def collective_time(each: Collective, machine: Cluster) -> tuple[str, float]:
-    """The link that bounds a collective, and its seconds: a ring, or a tree for what is small."""
+    """(link that bounds a collective, seconds of the collective), for a ring or, if small, for a tree."""
     count = len(each.ranks)
     if count == 1:
         return "nvlink", 0.0
@@ -147,7 +147,7 @@ def collective_time(each: Collective, machine: Cluster) -> tuple[str, float]:
 
 
 def step_time(roofline: Roofline, trace: Trace, machine: Cluster) -> dict[str, Any]:
-    """The least time of a step, of which one micro batch stands for several, as fields of `SimulatedStep`."""
+    """The least time of a step as fields of `SimulatedStep`; the micro batch `alike` stands for several."""
 
     def repeats(micro_batch: float) -> int:
         return trace.repeats if micro_batch == trace.alike else 1

@@ -1,4 +1,4 @@
-"""One training step of one rank, by the run's own code, on tensors without values or on real ones.
+"""Traces one training step of one rank: executes the run's own code, on fake or on real tensors.
 
 Assumptions: the router spreads tokens evenly over the experts, and layers are not compiled.
 """
@@ -48,22 +48,22 @@ _CACHED = (
     "llm_pretrain.model.attention.rotary_frequencies",
     "llm_pretrain.model.kernels.attention._future",
 )
-"""Functions that keep tensors."""
+"""Functions whose caches keep tensors."""
 
 
 @dataclass
 class Trace:
-    """The second step of a rank, when the optimizer's state exists.
+    """What a rank does in its second step, in which the optimizer's state exists.
 
     Args:
         peak: Most bytes at once.
         held: Bytes of each kind of tensor at the peak, largest first.
         highest: Most bytes at once in each part of the step; see `Tracker.highest`.
-        collectives: In order; one of several micro batches stands for those that are alike.
-        alike: Number of that micro batch: the first, or one in the middle of a pipeline's.
-        repeats: Micro batches for which it stands.
-        padding: The most padded parameter; None where none is.
-        idle: Time that a rank of a pipeline waits for others, in that of a micro batch; see `idle_time`.
+        collectives: In order; of micro batches that do equal work, only one is traced.
+        alike: Number of the micro batch that stands for others: the first or, in a pipeline, a middle one.
+        repeats: Number of micro batches for which the micro batch `alike` stands.
+        padding: The most padded parameter; None if no parameter is padded.
+        idle: Time that a rank of a pipeline waits, in times of one micro batch; see `idle_time`.
     """
 
     peak: int
@@ -82,9 +82,9 @@ class Padding:
 
     Args:
         name: Its name in the model.
-        rows: Along the dimension that is sharded.
-        ranks: Those that share them.
-        factor: Elements of the whole model with padding, relative to those without.
+        rows: Size of the sharded dimension.
+        ranks: Number of ranks that share the rows.
+        factor: Elements of the whole model with padding ÷ elements without padding.
     """
 
     name: str
@@ -108,7 +108,7 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
     with ExitStack() as stack:
         for function in map(resolve_name, _CACHED):
             function.cache_clear()
-            stack.callback(function.cache_clear)  # no fake tensor may remain there
+            stack.callback(function.cache_clear)  # no fake tensor may stay in a cache
         stack.enter_context(outside_a_run())
         stack.enter_context(even_router(real=real))
         if not real:
@@ -130,7 +130,7 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         batches = [micro_batch(config, device, index) for index in range(engine.accumulation_steps)]
         batches = [replace(own_part(each, engine.place), digest=each.digest) for each in batches]  # real
         tracker.begin_step()
-        traced = batches[:1] + batches[1:][-1:]  # all but the last do the same
+        traced = batches[:1] + batches[1:][-1:]  # all but the last do equal work
         if engine.pipeline is not None:
             traced = batches[: _steady(config, len(batches))]
         alike = 0 if engine.pipeline is None else len(traced) // 2
@@ -145,9 +145,9 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
 
 
 def _steady(config: Config, micro_batches: int) -> int:
-    """Micro batches of a pipeline of which the middle one does what those that are left out would.
+    """Number of micro batches to trace in a pipeline; the middle one stands for those that are left out.
 
-    All of other schedules: `gpipe` keeps their activations, and the others everything that they send.
+    Only `1f1b` may leave out some: `gpipe` keeps all activations, and other schedules all that they send.
     """
     distributed = config.distributed
     return (
@@ -158,7 +158,7 @@ def _steady(config: Config, micro_batches: int) -> int:
 
 
 class _WithoutValues(TorchrunEngine):
-    """The torchrun script's engine, which sums integers outside of the fake tensors."""
+    """The torchrun script's engine; it sums integers on real tensors, not on fake ones."""
 
     def sum_integers(self, values: Sequence[int]) -> list[int]:
         with unset_fake_temporarily():
@@ -167,8 +167,8 @@ class _WithoutValues(TorchrunEngine):
 
 
 def _prepared(engine: Any, config: Config, *, real: bool) -> Callable[[Step], bool]:
-    """Prepare the engine as a run does, but for initial values and data; returns its decision on a step."""
-    is_meta = engine.is_sharded  # fake parameters that are whole cannot change their device
+    """Prepare the engine as a run does, without initial values and data; returns its decision function."""
+    is_meta = engine.is_sharded  # unsharded fake parameters cannot change their device
     with torch.device("meta") if is_meta else engine.device:
         model = build_model(config, engine.device)
 
@@ -182,7 +182,7 @@ def _prepared(engine: Any, config: Config, *, real: bool) -> Callable[[Step], bo
     if real or decision.stays_on_device:
         return decision
 
-    def decide(step: Step) -> bool:  # nothing reads a value
+    def decide(step: Step) -> bool:  # `Decision` would read values
         step.numbers()
         return True
 
@@ -190,7 +190,7 @@ def _prepared(engine: Any, config: Config, *, real: bool) -> Callable[[Step], bo
 
 
 def _padding(model: Any) -> Padding | None:
-    """The parameter whose padding is largest."""
+    """The parameter with most padding; None if no parameter is padded."""
     total, padded = 0, 0.0
     most, worst = 0.0, ("", 0, 0)
     for name, parameter in model.named_parameters():
@@ -211,7 +211,7 @@ def _padding(model: Any) -> Padding | None:
 
 
 def _make_state(optimizer: Any) -> None:
-    """The optimizer's state, as its first step makes it."""
+    """Create the optimizer's state by a first step with zero gradients."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -220,7 +220,7 @@ def _make_state(optimizer: Any) -> None:
 
 
 def _tell_phases(engine: Any, tracker: Tracker) -> None:
-    """Tell the tracker when a forward pass begins, a backward pass, and the update."""
+    """Make the engine tell the tracker when a forward pass, a backward pass or the update begins."""
     forward, objective, clip = engine.forward, engine.objective, engine.clip_grad_norm
 
     def run_forward(batch: Batch) -> Any:
@@ -241,14 +241,14 @@ def _tell_phases(engine: Any, tracker: Tracker) -> None:
 
 
 _NOT_COPIED = ("send", "recv_", "wait_tensor")
-"""Operations of which no thread keeps tensors; a send is over only when it is received."""
+"""Operations that get the originals: no thread keeps these, and a send ends only when it is received."""
 
 
 class _OnCopies(TorchDispatchMode):
-    """Collectives that are over when they return, and of which Gloo sees copies of the tensors.
+    """Makes collectives end before they return, and gives Gloo copies of the tensors.
 
-    Its threads keep what they are given until some time after the result is there, which makes autograd copy
-    a gradient as well; and it reduces and scatters in a buffer of its own. Neither is memory of the step.
+    Gloo's threads keep tensors for some time after the result is there, so autograd copies a gradient too.
+    Gloo also reduces and scatters in a buffer of its own. Neither memory belongs to the step.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -304,15 +304,15 @@ def micro_batch(config: Config, device: torch.device, index: int) -> Batch:
 
 
 def idle_time(schedule: Any) -> float:
-    """Time that a rank of a pipeline waits for others in a step, in that of a micro batch on it.
+    """Time that a rank of a pipeline waits for others in a step, in times of one micro batch on a rank.
 
-    Every stage takes as long as the others: one unit forward and two backward, of which some schedules
-    compute the gradients of inputs (one) apart from those of parameters. Each action starts when its rank is
-    free and what it needs has been computed; a stage computes the micro batches in their order.
+    All stages take equal time: one unit forward and two backward. Some schedules split the backward pass
+    into gradients of inputs and gradients of parameters (one unit each). An action starts when its rank is
+    free and its inputs are computed. A stage computes the micro batches in their order.
 
     Args:
-        schedule: torch's; its `pipeline_order` has the actions of every rank, and None where one waits. The
-            numbers of micro batches are not read: those of the last rank of `1f1b` begin with 1.
+        schedule: A schedule of torch; its `pipeline_order` has the actions of every rank, None for a wait.
+            Numbers of micro batches are not read, since in `1f1b` those of the last rank begin with 1.
     """
     actions = {
         rank: [
@@ -324,7 +324,7 @@ def idle_time(schedule: Any) -> float:
     busy = sum(_UNITS[kind] for _, kind in actions[0])
     free = dict.fromkeys(actions, 0.0)
     ended: dict[tuple[bool, int], list[float]] = defaultdict(list)
-    """Times of each micro batch on a stage, forward, or backward to its inputs."""
+    """(is forward, stage) -> end of each micro batch; backward counts up to the gradients of inputs."""
     is_stuck = False
     while any(actions.values()):
         assert not is_stuck, "the schedule waits for itself"

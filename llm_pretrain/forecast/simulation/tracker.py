@@ -1,4 +1,4 @@
-"""What a step does: the storages that exist at any time, its collectives, and its operations."""
+"""Records what a step does: which storages exist at any time, its collectives, and its operations."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Collective(NamedTuple):
             between neighbouring stages of a pipeline.
         group: `world`, or the mesh dimension's name.
         ranks: Ranks of the group.
-        size: Bytes of a rank's largest tensor: what it has after an all-gather, and before the others.
+        size: Bytes of a rank's largest tensor: the output of an all-gather, the input of the other kinds.
         on_host: Whether the tensor is on the host.
         phase: `forward`, `backward` or `update`.
         micro_batch: Number of the micro batch, from 0; -1 before the first.
-        of_shards: Whether FSDP gathers parameters or reduces gradients by it. Others are parts of a layer's
-            computation.
+        of_shards: Whether FSDP uses it to gather parameters or to reduce gradients. Other collectives are
+            part of a layer's computation.
     """
 
     kind: str
@@ -70,9 +70,9 @@ class Collective(NamedTuple):
 
 
 class Tracker(TorchDispatchMode):
-    """Inside it, every storage on the device is counted while it exists, and every collective is recorded.
+    """A mode that counts every storage on the device while it exists, and records every collective.
 
-    Enter it by `patches.tracked`, by which it sees storages that are freed or resized in place, too.
+    Enter it through `patches.tracked`, which also reports storages that are freed or resized in place.
 
     Args:
         device: Type of the device.
@@ -89,12 +89,12 @@ class Tracker(TorchDispatchMode):
         self._log: list[tuple[int, int]] = []
         """(serial number of a storage, its size from here on)."""
         self._reduced: list[tuple[int, int, int]] = []
-        """Micro batch and layer of each reduction of FSDP, and its place in the log."""
+        """(micro batch, layer, place in the log) of each reduction by FSDP."""
         self._buffers: set[int] = set()
-        """Storages that FSDP gathers to or reduces from next."""
+        """Storages into which FSDP gathers next, or from which it reduces next."""
         self._start = 0
         self._phases: list[tuple[int, str]] = []
-        """Places in the log at which phases begin."""
+        """(place in the log at which a phase begins, phase)."""
         self._is_paused = False
 
     @contextmanager
@@ -107,7 +107,7 @@ class Tracker(TorchDispatchMode):
             self._is_paused = False
 
     def begin_step(self) -> None:
-        """Peak, collectives and operations are those from here on."""
+        """Start the step: peak and collectives before this call do not count."""
         self.collectives.clear()
         self._reduced.clear()
         self.micro_batch = -1
@@ -115,7 +115,7 @@ class Tracker(TorchDispatchMode):
         self._phases = [(self._start, "start")]
 
     def name(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Say what tensors are; a later name counts, but for the state of the model."""
+        """Set the kind of tensors. It replaces an earlier kind, except parameters and optimizer state."""
         for tensor in tensors:
             storage = to_local(tensor).untyped_storage()
             serial = self._serials.get(storage._cdata)
@@ -123,12 +123,12 @@ class Tracker(TorchDispatchMode):
                 self._kinds[serial] = kind
 
     def serial(self, tensor: Tensor) -> int:
-        """Number of a tensor's storage, which no other storage gets; its address may be another's later."""
+        """Unique number of a tensor's storage, unlike its address, which a later storage may get."""
         address = tensor.untyped_storage()._cdata
         return self._serials.get(address, -address)
 
     def peak(self) -> tuple[int, dict[str, int]]:
-        """Most bytes since `begin_step`, and those of each kind of tensor then, largest first."""
+        """(most bytes at once since `begin_step`, bytes of each kind of tensor then, largest first)."""
         totals = self.totals()
         place = max(range(self._start, len(totals)), key=totals.__getitem__)
         sizes = dict(self._log[: place + 1])  # the last size of each
@@ -139,12 +139,12 @@ class Tracker(TorchDispatchMode):
         return totals[place], {kind: held[kind] for kind in kinds if held[kind]}
 
     def highest(self, layers: int) -> dict[str, int]:
-        """Most bytes in each part of a step with sharded parameters; each part's is linear in the layers.
+        """Most bytes in each part of a step with sharded parameters; each is linear in the number of layers.
 
-        The parts are of the last micro batch, which has most gradients: the forward pass, and the backward
-        pass until it has reduced the gradients of its first layer, of its second one, which has the first
-        one's beside it, of the last but one, which gathers the last one's parameters, of the last one, and of
-        everything. In the layers between, memory rises or falls evenly. Of a pipeline they are the phases.
+        The parts belong to the last micro batch, which has most gradients: its forward pass, and its backward
+        pass up to each of these reductions of gradients: of its first layer; its second (the first layer's
+        are there too); its last but one (the last layer's parameters are gathered); its last; all. In the
+        layers between, memory rises or falls evenly. In a pipeline the parts are the phases.
         """
         totals = self.totals()
         ends = {layer: place for number, layer, place in self._reduced if number == self.micro_batch}
@@ -166,19 +166,19 @@ class Tracker(TorchDispatchMode):
         return {name: max(totals[start : end + 1]) for name, (start, end) in parts.items()}
 
     def enter(self, phase: str, micro_batch: int) -> None:
-        """Say that a phase of a micro batch begins."""
+        """Record that a phase of a micro batch begins."""
         self.phase, self.micro_batch = phase, micro_batch
         self._phases.append((len(self._log), phase))
 
     def resized(self, storage: Any, size: int) -> None:
-        """Say that a storage has another size: FSDP resizes those that it gathers to."""
+        """Record the new size of a storage: FSDP resizes the storages into which it gathers."""
         self._note(storage, GATHERED)
         serial = self._serials[storage._cdata]
         self._kinds[serial] = GATHERED
         self._log.append((serial, size))
 
     def reduced(self, layer: int) -> None:
-        """Say that FSDP has reduced gradients of a layer, of which there may be several groups."""
+        """Record that FSDP has reduced gradients of a layer; a layer may have several groups of them."""
         self._reduced.append((self.micro_batch, layer, len(self._log)))
 
     def totals(self) -> list[int]:
@@ -193,7 +193,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # its own operations and collectives follow
+            return NotImplemented  # operations on local tensors, and collectives, follow
         out = func(*args, **(kwargs or {}))
         if self._is_paused:
             return out
@@ -228,7 +228,7 @@ class Tracker(TorchDispatchMode):
         weakref.finalize(storage, self._free, key).atexit = False
 
     def _replace(self, tensor: Tensor) -> None:
-        """Count a tensor no longer, whose place the result of an operation takes."""
+        """Stop counting a tensor, because the result of an operation takes its place."""
         if (serial := self._serials.get(tensor.untyped_storage()._cdata)) is not None:
             self._log.append((serial, 0))
 
@@ -263,7 +263,7 @@ def _storage(tensor: Tensor) -> int:
 def _is_sum_of_gradients() -> bool:
     """Whether autograd itself, and no Python code, called the operation that is being dispatched.
 
-    It adds two gradients of a tensor in place, except of fake tensors and while operations are observed.
+    Autograd adds two gradients of a tensor in place, but not fake ones, nor while a mode observes operations.
     """
     frame = sys._getframe(1).f_back
     while frame is not None and frame.f_code.co_name in ("_fn", "inner"):  # torch's, around a dispatch

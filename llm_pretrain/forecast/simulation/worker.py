@@ -1,9 +1,9 @@
-"""Simulates steps in a process of its own, since the simulated GPU changes all of torch.
+"""Simulates steps in a separate process, since the simulated GPU changes all of torch.
 
     python -m llm_pretrain.forecast.simulation.worker
 
-Standard input is one JSON object a line, the arguments of `simulate`; standard output one line for each, its
-result.
+Each line of standard input is a JSON object with the arguments of `simulate`. For each, standard output gets
+one line with the result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llm_pretrain.hardware import Cluster
 
 @contextmanager
 def fake_ranks(world_size: int, backend: str, rank: int = 0) -> Iterator[None]:
-    """A process group of which this is a rank; nothing is sent."""
+    """A block in a process group of `world_size` ranks, of which this is `rank`; nothing is sent."""
     dist.init_process_group(backend, rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -41,14 +41,14 @@ def fake_ranks(world_size: int, backend: str, rank: int = 0) -> Iterator[None]:
 def simulate(
     options: list[str], world_size: int, machine: Cluster, layers: int | None, rank: int
 ) -> dict[str, Any]:
-    """Trace a rank's step, with layers that are not compiled; its result as plain data.
+    """Trace a rank's step, with layers that are not compiled; returns the result as plain data.
 
     Args:
-        options: The scripts'.
-        world_size: Ranks.
-        machine: The ranks'.
-        layers: The model's number; None for the configuration's.
-        rank: The simulated one.
+        options: Options of the training scripts.
+        world_size: Number of ranks.
+        machine: The machine of the ranks.
+        layers: Number of layers; None for the configured number.
+        rank: The simulated rank.
     """
     device = register()
     given = load_config(options, needs_data=False, has_bf16=True, world_size=world_size)
@@ -65,7 +65,7 @@ def simulate(
 
 
 def grouped(trace: Trace, gpus_per_node: int = 1) -> list[dict[str, Any]]:
-    """Collectives of a step by kind, group, and its ranks and nodes, in the order of their first."""
+    """Collectives of a step by kind, group, and number of ranks and nodes, by first occurrence."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for each in trace.collectives:
         nodes = len({rank // gpus_per_node for rank in each.ranks})
