@@ -196,7 +196,7 @@ def fsync_file(file: Path) -> None:
 
 def file_name(text: str, default: str = "imported") -> str:
     """`text` as a name for runs and folders; `default` if no character of `text` is allowed in a name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:128] or default  # as long as run.name may be
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:128] or default  # the length limit of run.name
 
 
 def make_folder(folder: Path) -> None:

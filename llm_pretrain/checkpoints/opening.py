@@ -207,7 +207,7 @@ class CheckpointTensors:
         self._parts: dict[str, dict[str, Any]] = {}
         for name in files:
             try:
-                open_plain(folder / name).close()  # safetensors would wait for a pipe
+                open_plain(folder / name).close()  # raises for a pipe, on which safetensors would wait
                 file: Any = self._stack.enter_context(safe_open(str(folder / name), "pt"))
             except (OSError, SafetensorError) as error:
                 self._stack.close()

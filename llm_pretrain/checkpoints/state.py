@@ -393,5 +393,5 @@ BUFFER_BYTES = 1 << 30
 
 
 def pinnable_bytes() -> int:
-    """Memory that this process may pin: half of the machine's, shared with the other processes on it."""
+    """Bytes that this process may pin: half of the machine's memory, divided by the run's processes on it."""
     return psutil.virtual_memory().total // 2 // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

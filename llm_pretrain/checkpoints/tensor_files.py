@@ -99,7 +99,7 @@ def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str
 
 
 def _chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    """The file's content: header, data."""
+    """The file's content in chunks: the header, then the data."""
     header, begins = safetensors_header(tensors, metadata)
     yield header
     for name in begins:
@@ -144,7 +144,7 @@ def check_finite(name: str, values: Tensor) -> None:
     """
     if not values.is_floating_point():
         return
-    if values.dtype in (torch.float32, torch.float64):  # numpy starts no threads
+    if values.dtype in (torch.float32, torch.float64):  # NumPy, because it starts no threads
         with np.errstate(over="ignore", invalid="ignore"):
             finite = np.isfinite(values.numpy().sum())
     else:

@@ -190,7 +190,7 @@ def _read_model(config_json: dict[str, Any]) -> ModelConfig:
         raise ConfigError(*problems)
     needed = ["vocab_size", *_COMMON[:5]]
     if model_type == "solar_open":
-        needed.remove("intermediate_size")  # it has no dense layer
+        needed.remove("intermediate_size")  # solar_open has no dense layer
     missing = [name for name in needed if config_json.get(name) is None]
     if missing:
         raise ConfigError(f"config.json: expected the keys {', '.join(missing)}, found none of that name")
@@ -201,7 +201,7 @@ def _read_model(config_json: dict[str, Any]) -> ModelConfig:
     fields |= {
         "vocab_size": config_json["vocab_size"],
         "head_dim": config_json.get("head_dim") or architecture.head_dim,
-        "hidden_dropout": config_json.get("resid_pdrop") or 0.0,  # Phi-3's
+        "hidden_dropout": config_json.get("resid_pdrop") or 0.0,  # key of Phi-3
         **architecture.fixed,
     }
     if architecture.keys:
@@ -327,7 +327,7 @@ def _rope_fields(config_json: dict[str, Any], architecture: HFArchitecture) -> d
         config_json.get("partial_rotary_factor", architecture.partial_rotary_factor),
     )
     problems = []
-    types = ("default",) if config_json["model_type"] == "phi3" else _ROPE_TYPES  # its `yarn` is LongRoPE
+    types = ("default",) if config_json["model_type"] == "phi3" else _ROPE_TYPES  # Phi-3's `yarn` is LongRoPE
     if kind not in types:
         problems.append(f"config.json: rope_type: expected one of {', '.join(types)}, found {kind!r}")
     if partial != 1:

@@ -1,6 +1,6 @@
 """Reads weights folders of this package and of transformers, and converts tensors from and to disk layouts.
 
-In memory, experts are stacked and all architectures have common names. On disk, each has its own layout.
+In memory, experts are stacked and all architectures share names. On disk, layouts differ by architecture.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class TensorFiles:
         from safetensors import SafetensorError, safe_open
 
         try:
-            open_plain(path).close()  # safetensors would wait for a pipe
+            open_plain(path).close()  # raises for a pipe, on which safetensors would wait
             return self._stack.enter_context(safe_open(str(path), "pt"))
-        except (OSError, ValueError, SafetensorError) as error:  # ValueError: no name of a file
+        except (OSError, ValueError, SafetensorError) as error:  # ValueError: an invalid file name
             self._stack.close()
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{path}: expected a safetensors file, found: {reason}") from error
@@ -594,7 +594,7 @@ def _refuse_nonzero(name: str, tensor: Tensor) -> None:
 
 
 def _stacked(state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """`state` with separate experts stacked."""
+    """`state`, with the separate experts stacked."""
     result: dict[str, Tensor] = {}
     per_expert: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name, tensor in state.items():

@@ -212,7 +212,7 @@ def heartbeat(phase: str | None = None, *, files: bool = False) -> None:
     if watchdog is None or threading.get_ident() != watchdog.owner:
         return
     if watchdog.is_ending:
-        threading.Event().wait()  # for good: the watchdog ends the process
+        threading.Event().wait()  # waits forever: the watchdog ends the process
     last = watchdog.phase
     watchdog.phase = Phase(phase, files) if phase is not None else Phase(*last)
 

@@ -106,7 +106,7 @@ def compile_layer(layer: DecoderLayer) -> None:
 
 
 class Cache(Protocol):
-    """Keys and values of earlier positions of all layers; `llm_pretrain.model.generation.KeyValueCache`."""
+    """All layers' keys and values of earlier positions; see `llm_pretrain.model.generation.KeyValueCache`."""
 
     @property
     def layers(self) -> Sequence[LayerCache]: ...
@@ -120,7 +120,7 @@ class DecoderOutput(NamedTuple):
     """The logits if there are no labels, else loss sums, not multiplied by their coefficients."""
 
     logits: Tensor | None
-    """[B, S, V]; None with labels."""
+    """[B, S, V]; None if there are labels."""
     loss_sum: Tensor | None
     """Σ m · cross-entropy, 0-dim. Without labels, this field and the next three are None."""
     z_loss_sum: Tensor | None

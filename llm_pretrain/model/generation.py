@@ -16,7 +16,7 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.model.decoder import Decoder
 
 _PREFILL_LOGITS = 1 << 25
-"""Most logits to compute at a time. Long prompts are read in parts; only the last position's are used."""
+"""Largest number of logits per forward pass over prompts; long prompts are read in several passes."""
 _INITIAL_SLOTS = 64
 
 
@@ -42,7 +42,7 @@ def generate(
     Args:
         model: In eval mode; runs on the device of its parameters.
         prompts: At least one id each.
-        vocab_size: Of the tokenizer. The model's rows above it are padding and are never drawn.
+        vocab_size: The tokenizer's number of tokens. The model's rows above it are padding and never drawn.
         max_new_tokens: Per prompt.
         temperature: Divides the logits; 0 selects the most likely token.
         top_k: Draw from this many most likely tokens; 0 means all.
@@ -152,7 +152,7 @@ class _Sampler:
             probs = probs.masked_fill(reached - probs >= self.top_p, 0)  # always keeps the likeliest id
             reached = probs.cumsum(-1)
         uniform = [torch.rand(1, generator=each, dtype=torch.float64) for each in generators]
-        # One random number per token, however many ids are kept: rounding cannot shift those of later tokens.
+        # One random number per token, however many ids are kept: rounding shifts no number of a later token.
         target = torch.stack(uniform) * reached[:, -1:]
         chosen = torch.searchsorted(reached, target, right=True).clamp_(max=self.top_k - 1)
         return ids.gather(-1, chosen)[:, 0].tolist()
@@ -197,7 +197,7 @@ class KeyValueCache:
         self.start: int | None = None
         """The first new position, if all rows have the same one (the new slots are then a slice), or None."""
         self.stop = 0
-        """T."""
+        """T, the number of cache slots in use."""
 
     def advance(self, input_ids: Tensor) -> Tensor:
         """Make room for `input_ids` [B, S]; returns their positions, int64 [B, S]."""
@@ -225,7 +225,7 @@ class KeyValueCache:
         self.lengths = list(lengths)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows only, in this order."""
+        """Keep only the given rows, in the given order."""
         self.lengths = [self.lengths[row] for row in rows]
         for layer in self.layers:
             layer.select(rows)
@@ -247,7 +247,7 @@ class _LayerCache:
         return self._keys[:, :stop], self._values[:, :stop], self.cache.mask
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows only."""
+        """Keep only the given rows."""
         if self._keys is not None and self._values is not None:
             index = torch.tensor(rows, device=self._keys.device)
             self._keys, self._values = self._keys[index], self._values[index]
@@ -286,9 +286,9 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The text completed by this id; may be empty."""
+        """The text that this id completes; may be empty."""
         return self._decoder.decode(self._pieces[token])
 
     def finish(self) -> str:
-        """The buffered bytes as text, at the end."""
+        """Decode the bytes that are still buffered, at the end of the text."""
         return self._decoder.decode(b"", final=True)

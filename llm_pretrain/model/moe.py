@@ -237,7 +237,7 @@ class Experts(nn.Module):
             return kernel(x_TH, gate_up, down, weights_TK, chosen_TK, dtype, self.activation)
 
     def parameters_to_multiply(self) -> tuple[Tensor, Tensor]:
-        """`gate_up_proj` and `down_proj`."""
+        """`gate_up_proj` and `down_proj`; expert parallelism overrides this method."""
         return self.gate_up_proj, self.down_proj
 
 
@@ -279,7 +279,7 @@ def update_router_bias(
     stack: Any = model.get_submodule("model")
     for layer, counts in zip(stack.config.moe_layers, expert_counts, strict=True):
         router = next((each for each in stack.layers[layer].modules() if isinstance(each, Router)), None)
-        bias = router.e_score_correction_bias if router else None  # another stage may have the layer
+        bias = router.e_score_correction_bias if router else None  # or in another pipeline stage
         if bias is not None:
             load = counts.to(bias.device, torch.float64)
             update = (load.mean() - load).sign().to(bias.dtype)

@@ -43,7 +43,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 
 
 class LayerMatrices(NamedTuple):
-    """Scalars of a layer's matrices in matrix products, without the router."""
+    """Numbers of scalars in a layer's weight matrices, without the router."""
 
     dense: int
     """Scalars that every token passes through."""

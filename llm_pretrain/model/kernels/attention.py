@@ -154,7 +154,7 @@ def part_attention(
         key: [B, S, M, D].
         value: [B, S, M, D].
         layout: Layout of the whole sequences.
-        chunks: Ranges of positions, ascending, with s positions in total; the same in every sequence.
+        chunks: Ranges of positions, ascending, with s positions in total; all sequences have these ranges.
 
     Returns:
         [B, s, N, D] in value's type.
@@ -211,7 +211,7 @@ def _by_documents(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, dr
     return torch.cat(out).view(query.shape).to(dtype)
 
 
-@uncompiled  # a graph of its loop of small products is not faster
+@uncompiled  # a compiled loop of small products is not faster
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, edges: Sequence[int]) -> Tensor:
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))
     return block_attention(q, k, v, edges).view(query.shape)

@@ -253,7 +253,7 @@ class _StreamedExperts(torch.autograd.Function):
         return grad_x.total(), grad_gate_up, grad_down, grad_weight_P[position], None, None, None
 
 
-@uncompiled  # its loops run over the number of rows of each expert, which differs from batch to batch
+@uncompiled  # the number of rows of each expert, over which it loops, differs from batch to batch
 def streamed_experts(
     x: Tensor,
     gate_up: Tensor,

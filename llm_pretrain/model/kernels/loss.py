@@ -157,7 +157,7 @@ class Wanted(NamedTuple):
 
 
 SoftmaxGradient = Callable[[Tensor, Tensor, Tensor, Scales | None], tuple[Tensor, Tensor]]
-"""Losses, squares and gradient of a chunk's logits, as `_softmax_gradient` computes them."""
+"""A function with the arguments and results of `_softmax_gradient`."""
 
 
 def fused_linear_cross_entropy(
@@ -303,7 +303,7 @@ def _chunks(
         losses, squares = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(2))
         grad_hidden = torch.empty_like(hidden) if wanted.hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if wanted.weight else None
-        onednn = uses_onednn(hidden)  # it allocates its results
+        onednn = uses_onednn(hidden)  # oneDNN allocates its results itself
         buffer = None if onednn else hidden.new_empty(rows, len(weight))
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
@@ -319,7 +319,7 @@ def _chunks(
                 product(logits, weight, grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, logits.t(), states)
-            del logits  # before the next chunk's are allocated
+            del logits  # frees the memory before the next chunk's logits are allocated
     return SumsAndGradients(losses, squares, grad_hidden, grad_weight)
 
 
