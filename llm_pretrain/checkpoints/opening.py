@@ -75,7 +75,7 @@ def open_model(source: str | Path, *, average: bool = True) -> OpenedModel:
         source: A weights folder (of this package or Hugging Face), a checkpoint, or a folder with several of
             them: `RUN`, `RUN/weights` or `RUN/checkpoints`. Of several, the latest step is opened; if weights
             and a checkpoint have that step, the checkpoint, for its full precision. If a running run deletes
-            the folder meanwhile, the then latest is opened.
+            the folder meanwhile, the function looks for the latest step again.
         average: Whether to read the parameters' average (EMA) instead, if the checkpoint has one.
 
     Raises:

@@ -87,7 +87,7 @@ def meta_tensors(described: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
 def raw_module(model: nn.Module) -> nn.Module:
     """The module inside DDP and `torch.compile`: its parameters have names without a wrapper's prefix.
 
-    A wrapper is a module without parameters whose only child is called `module` or `_orig_mod`.
+    A wrapper has no direct parameters, and its only child is called `module` or `_orig_mod`.
     """
     while True:
         children = dict(model.named_children())
@@ -121,7 +121,7 @@ def collect_state(model: nn.Module, optimizer: Optimizer) -> TrainingState:
 
 
 def collect_targets(model: nn.Module, optimizer: Optimizer, without_state: list[str]) -> TrainingState:
-    """Collect the state to load into; call `apply_state` after that.
+    """Collect the state to load into: fill its tensors and scalars, then call `apply_state`.
 
     The function first creates the optimizer's state, because torch silently drops entries without a target.
     Parameters in `without_state` had no state when the checkpoint was saved, and get none here.

@@ -42,8 +42,8 @@ _COMMON = (
 )
 _OWN_FIELDS = "llm_pretrain"
 """Key of a mapping with our fields that the architecture has no key for: a loss coefficient, the tensors that
-are zeros because our model lacks them, the factor that the experts' projections include. A reader may ignore
-the mapping, and computes the same results."""
+are zeros because our model lacks them, the factor that the experts' projections include. A reader that
+ignores the mapping computes the same results."""
 _NATIVE_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)} - {"init_from"}
 _FOREIGN_BIAS_UPDATE_RATE = 0.001
 """`router_bias_update_rate` if a model has a router bias but its file has no rate; the value of DeepSeek-V3

@@ -112,8 +112,8 @@ def exported_threads() -> int | None:
 def exported_setting() -> str:
     """The text of the user's OMP_NUM_THREADS; empty if it is unset.
 
-    Launchers also set the variable for their workers. So this reads the initial environment of the nearest
-    ancestor that no launcher started. The result is empty if that process belongs to another user.
+    Launchers also set the variable for their workers. So this takes the first process, from this one upwards,
+    that no launcher started, and reads its initial environment. If another user owns it, the result is empty.
     """
     value = os.environ.get(_EXPORTED)
     if value is None:
