@@ -1,4 +1,4 @@
-"""`llm-pretrain COMMAND`: imports and runs one command; reports an error as one line and an exit code."""
+"""`llm-pretrain COMMAND`: imports and runs one command, and reports errors by one line and an exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMANDS = {
     "replay": "execute a run's steps again from its checkpoints, and compare them bit for bit",
     "verify": "check a run by its files and its data",
 }
-"""Module of `llm_pretrain.commands` to its line of help."""
+"""Module in `llm_pretrain.commands` → one line of help."""
 
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
@@ -41,7 +41,7 @@ _EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
+    """Run one command; returns the exit code."""
     prepare_streams()
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     parsed = argparse.Namespace()
@@ -64,14 +64,14 @@ def main(argv: list[str] | None = None) -> int:
         )
         command.add_arguments(parser)
         parsed, unknown = parser.parse_known_args(rest)
-        if hasattr(parsed, "script_options"):  # of a command that passes them on
+        if hasattr(parsed, "script_options"):  # a command that passes options on to a script
             parsed.script_options = unknown
         elif unknown:
-            if refuse := parser.get_default("refuse"):  # of a command that takes settings
+            if refuse := parser.get_default("refuse"):  # a command that takes settings
                 refuse(unknown)
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         exit_code = command.run(parsed)
-        parsed = argparse.Namespace(output="standard output")  # the only one that can still fail
+        parsed = argparse.Namespace(output="standard output")  # only this output can still fail
         sys.stdout.flush()
         return exit_code
     except BrokenPipeError:  # `head` or a pager has closed the pipe
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print_error(text: str) -> None:
-    """Print on standard error; a device that cannot be written does not change the exit code."""
+    """Print to standard error; if that fails, the exit code stays the same."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -105,7 +105,7 @@ def _print_error(text: str) -> None:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    if "torch" not in sys.modules:  # its import takes seconds, and memory
+    if "torch" not in sys.modules:  # to import torch takes seconds, and memory
         return isinstance(error, MemoryError)
     from llm_pretrain.launch.out_of_memory import is_out_of_memory
 

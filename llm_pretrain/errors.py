@@ -1,4 +1,4 @@
-"""Errors that a user can correct, each kind with its exit code.
+"""Errors that a user can correct; each kind has an exit code.
 
 A message is one line: the field or file, what was expected, what was found, what to do. Any other exception
 is a bug and prints its traceback.
@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Self
 
 MAX_LINE = 1000
-"""Characters of a line that is printed: a damaged file may have names of any length."""
+"""Largest number of characters in a printed line, since a damaged file may have names of any length."""
 
 
 def printable(text: object) -> str:
-    """A text as it is printed: on one line that cannot control the terminal, its middle left out if long.
+    """A text in a form that is safe to print: one line, without control over the terminal.
 
-    Control characters and bytes that are no text are escaped: names, paths and what files contain may have
-    any of them.
+    Control characters and bytes that are no text are escaped: names, paths and the content of files may have
+    any. If the text is longer than `MAX_LINE`, its middle is left out.
     """
     line = str(text)
     if len(line) > MAX_LINE:
@@ -25,24 +25,24 @@ def printable(text: object) -> str:
 
 
 class PretrainError(Exception):
-    """Base of all errors that are shown as one line."""
+    """Base class of all errors that are shown as one line."""
 
     exit_code = 1
     shared = False
     """Whether every rank raised this error, so that only rank 0 prints it."""
 
     def of_all_ranks(self) -> Self:
-        """This error, marked as one that every rank raises."""
+        """Mark this error as one that every rank raises; returns it."""
         self.shared = True
         return self
 
     def lines(self) -> list[str]:
-        """What is printed: a line, or one for each problem of a configuration."""
+        """The printed lines: one, or for a ConfigError one per problem."""
         return [printable(self)]
 
 
 class ConfigError(PretrainError):
-    """Usage or configuration; `problems` lists every one that was found."""
+    """Wrong usage or configuration; `problems` lists all problems that were found."""
 
     exit_code = 2
     shared = True
@@ -75,7 +75,7 @@ class ResourceError(PretrainError):
 
 
 class StuckError(ResourceError):
-    """A rank hangs, or lost the connection to another one; any other error of the run takes precedence."""
+    """A rank hangs, or lost the connection to another rank; any other error of the run takes precedence."""
 
 
 class OutputError(PretrainError):
@@ -91,7 +91,7 @@ class CheckpointError(PretrainError):
 
 
 class CorruptionError(PretrainError):
-    """The hardware computed something else than before, or ranks differ in what they should hold alike."""
+    """The hardware computed another result than before, or ranks differ in values that should be equal."""
 
     exit_code = 76
 
@@ -103,4 +103,4 @@ class MismatchError(PretrainError):
 
 
 EXIT_PREEMPTED = 75
-"""Stopped by a signal after a clean save; start again to continue."""
+"""Exit code of a run that a signal stopped, after a complete save; start the command again to continue."""

@@ -1,8 +1,8 @@
 """Reads plain files of bounded size, replaces files atomically, and tells which files this program wrote.
 
-Nothing else is deleted, truncated or replaced. A run's folder and weights have a marker (`MARKER`), a store
-has `store.json`, a checkpoint `manifest.json`. Those of weights, stores and checkpoints list their files, and
-a folder with any other file stays. A single file has a mark in its text.
+The program never deletes, truncates or replaces other files. A run's folder and a weights folder have the
+marker `MARKER`, a store has `store.json`, a checkpoint `manifest.json`. All except a run's marker list the
+folder's files; a folder with any other file is kept. A single file has a mark in its text.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from typing import Any
 from llm_pretrain.errors import DataError, OutputError
 
 MAX_BYTES = 1 << 28
-"""Largest JSON file that is read; a tokenizer.json with a large vocabulary takes 30 MB."""
+"""Size limit for reading a JSON file; a tokenizer.json with a large vocabulary takes 30 MB."""
 MARKER = ".llm_pretrain.json"
-"""Name of the file that marks a run's folder, with the run's id, and weights, with their files."""
+"""Name of the marker: it has the run's id in a run's folder, and the list of files in a weights folder."""
 _MANIFESTS = (MARKER, "store.json", "manifest.json")
 _CHECKPOINT_KEYS = {"format_version", "run", "tensors", "files", "sha256"}
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[a-z0-9_]{8}")
 _HEAD_BYTES = 1 << 12
-"""The mark of a file is within this many bytes."""
+"""A file's mark is within this many bytes from its start."""
 
 
 def prepare_streams() -> None:
-    """Open the null device in place of standard streams that were closed (`>&-`) before this process began,
-    and let standard output escape characters that its encoding lacks instead of failing.
+    """Replace closed standard streams (`>&-`) by the null device, and make standard output escape characters
+    that its encoding lacks.
 
-    Otherwise the next file that is opened would get their number, and all that libraries print.
+    Otherwise the next opened file would get a closed stream's number, and everything that libraries print.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is not None:
             continue
         try:
-            os.fstat(number)  # opened for something else meanwhile
+            os.fstat(number)  # succeeds if the number is in use for something else meanwhile
             stream = open(os.devnull, mode)  # noqa: SIM115  # for the process's life
         except OSError:
             descriptor = os.open(os.devnull, os.O_RDWR)
@@ -58,7 +58,7 @@ def prepare_streams() -> None:
 
 
 def flush_streams() -> None:
-    """Flush standard output and error; one whose reader has left leads to the null device from now on."""
+    """Flush standard output and error; redirect a stream whose reader has left to the null device."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -71,7 +71,7 @@ def open_plain(file: str | Path) -> BufferedReader:
     """Open a plain file for reading; never blocks.
 
     Raises:
-        OSError: it cannot be opened, or is no plain file: reading a pipe would block, a device has no end.
+        OSError: the file cannot be opened, or is not plain: a pipe would block, a device has no end.
     """
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
@@ -90,7 +90,7 @@ def read_plain(file: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
     """The content of a plain file of at most `max_bytes`.
 
     Raises:
-        OSError: as `open_plain`, or it is larger.
+        OSError: the file is larger; see also `open_plain`.
     """
     with open_plain(file) as stream:
         if os.fstat(stream.fileno()).st_size > max_bytes:
@@ -102,14 +102,14 @@ def read_json(file: str | Path) -> Any:
     """The value in a JSON file in UTF-8.
 
     Raises:
-        OSError: as `read_plain`.
-        ValueError, RecursionError: it is no JSON.
+        OSError: see `read_plain`.
+        ValueError, RecursionError: the content is no JSON.
     """
     return json.loads(read_plain(file).decode())
 
 
 def object_or_empty(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none or it cannot be read."""
+    """The JSON object in a file; empty if the file has none or cannot be read."""
     try:
         content = read_json(file)
     except (OSError, ValueError, RecursionError):
@@ -118,7 +118,7 @@ def object_or_empty(file: Path) -> dict[str, Any]:
 
 
 def plain_json(value: Any) -> Any:
-    """`value` in JSON's types, with None for numbers that JSON does not have."""
+    """`value` in JSON's types; numbers that JSON does not have (NaN, infinity) become None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -129,7 +129,7 @@ def plain_json(value: Any) -> Any:
 
 
 def open_data(file: Path) -> BufferedReader:
-    """`open_plain`, with a DataError where it cannot be opened."""
+    """`open_plain`, but raises a DataError if the file cannot be opened."""
     try:
         return open_plain(file)
     except OSError as error:
@@ -137,7 +137,7 @@ def open_data(file: Path) -> BufferedReader:
 
 
 def read_data(file: Path) -> bytes:
-    """`read_plain`, with a DataError where it cannot be read."""
+    """`read_plain`, but raises a DataError if the file cannot be read."""
     try:
         return read_plain(file)
     except OSError as error:
@@ -149,7 +149,7 @@ def _unreadable(file: Path, error: OSError) -> DataError:
 
 
 def json_object(file: Path, content: bytes) -> dict[str, Any]:
-    """The JSON object that `content` of `file` is; raises DataError if it is none."""
+    """Parse `content` of `file` as a JSON object; raises DataError if it is none."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -160,13 +160,13 @@ def json_object(file: Path, content: bytes) -> dict[str, Any]:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises DataError if it has none or cannot be read."""
+    """The JSON object in a file; raises DataError if the file has none or cannot be read."""
     return json_object(file, read_data(file))
 
 
 @contextmanager
 def naming(file: str | Path) -> Iterator[None]:
-    """Have an OSError of the block name the file, as those of reading, writing and fsync do not."""
+    """Add the file's name to an OSError in the block: errors of reading, writing and fsync lack it."""
     try:
         yield
     except OSError as error:
@@ -195,8 +195,8 @@ def fsync_file(file: Path) -> None:
 
 
 def file_name(text: str, default: str = "imported") -> str:
-    """`text` as a name for runs and folders; `default` where no character of it can be in one."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:128] or default  # as long as run.name may be
+    """`text` as a name for runs and folders; `default` if no character of `text` is allowed in a name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:128] or default  # the length limit of run.name
 
 
 def make_folder(folder: Path) -> None:
@@ -216,28 +216,28 @@ def write_text(file: Path, text: str) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Replace a file's content atomically: a reader, also after a crash, finds the old text or the new one.
+    """Replace a file's content atomically: a reader finds the old or the new text, even after a crash.
 
     Raises:
-        OSError: naming the file that cannot be written; the old one stays, and nothing else is left.
+        OSError: the file cannot be written; the error has its name. The old file stays, and no other is left.
     """
     temporary = file.with_name(f".{file.name}.tmp-{secrets.token_hex(4)}")
     try:
         with temporary.open("x", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
-            os.fsync(stream.fileno())  # or a power cut may leave an empty file
+            os.fsync(stream.fileno())  # else a power cut may leave an empty file
         os.replace(temporary, file)
     except BaseException as error:
         if isinstance(error, OSError):
             error.filename = str(file)
-        with suppress(OSError):  # a read-only file system refuses that too
+        with suppress(OSError):  # a read-only file system refuses the deletion, too
             temporary.unlink()
         raise
 
 
 def remove_leftovers(folder: Path, names: Collection[str]) -> None:
-    """Delete what killed calls of `replace_text` left of files of these names; nobody else may write."""
+    """Delete temporary files of `names` that killed calls of `replace_text` left; no other may be running."""
     for entry in list(os.scandir(folder)):
         match = _TEMPORARY.fullmatch(entry.name)
         if match and match[1] in names and entry.is_file(follow_symlinks=False):
@@ -245,16 +245,16 @@ def remove_leftovers(folder: Path, names: Collection[str]) -> None:
 
 
 def write_marker(folder: Path, kind: str, **content: Any) -> None:
-    """Mark a folder as written by this program, as one of `kind`."""
+    """Mark a folder as written by this program, with its `kind` (such as `weights`)."""
     text = json.dumps({"format": f"llm_pretrain {kind}", **content}, indent=1) + "\n"
     replace_text(folder / MARKER, text)
 
 
 def read_marker(folder: Path, kind: str) -> dict[str, Any] | None:
-    """The content of a folder's marker; None if it has no marker of `kind`.
+    """The content of a folder's marker; None if the folder has no marker of `kind`.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the marker cannot be read.
     """
     try:
         content = read_json(folder / MARKER)
@@ -265,7 +265,7 @@ def read_marker(folder: Path, kind: str) -> dict[str, Any] | None:
 
 
 def listed_files(folder: Path) -> frozenset[str] | None:
-    """Relative names of the files that a folder's manifest lists, with its own; None without a manifest."""
+    """Relative names of a manifest and the files that it lists; None if the folder has no manifest."""
     for name in _MANIFESTS:
         content = object_or_empty(folder / name)
         if not isinstance(content.get("files"), list | dict):
@@ -279,8 +279,8 @@ def foreign_file(folder: Path, also: str = "") -> str | None:
     """The first file or link in a folder that its manifest does not list; None if all are listed.
 
     Args:
-        folder: The folder, which may have no manifest.
-        also: Pattern of further names that this program writes there.
+        folder: The folder; it may have no manifest.
+        also: Pattern of further file names that this program writes to the folder.
     """
     if folder.is_symlink() or not folder.is_dir():
         return folder.name
@@ -295,11 +295,11 @@ def foreign_file(folder: Path, also: str = "") -> str | None:
 
 
 def check_replaceable(file: Path, *marks: bytes, begin: bytes = b"") -> None:
-    """Check that at `file` is nothing, an empty file, or one that this program wrote: with any of `marks` in
-    its head, which begins with `begin`.
+    """Check that `file` may be replaced: it does not exist, is empty, or was written by this program. Such a
+    file begins with `begin` and has one of `marks` in its first bytes.
 
     Raises:
-        OutputError: there is something else.
+        OutputError: `file` is something else.
     """
     if not os.path.lexists(file):
         return

@@ -1,6 +1,6 @@
-"""What computes: GPUs and links by their data sheets, memory in use, and the facts that decide the bits.
+"""Data-sheet speeds of GPUs and links, memory in use, and the facts that decide the bits of results.
 
-Nothing reaches the speeds of data sheets.
+Real programs do not reach the speeds in data sheets.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ _PEAK_TERAFLOPS: tuple[tuple[str, float], ...] = (
     (r"\bMI3(00|25)X\b", 1307.4),
     (r"\bMI250X\b", 383.0),
 )
-"""From the vendors' datasheets: dense (no structured sparsity), bf16 with fp32 accumulation; fp16 for devices
-without bf16 (V100, T4). Not measured."""
+"""Pattern of a device's name and peak teraFLOPS from the datasheet, not measured: dense products (without
+structured sparsity) in bf16 with fp32 accumulation, or in fp16 on devices without bf16 (V100, T4)."""
 GPU_GB = {
     "t4": 16, "v100": 32, "a10": 24, "a10g": 24, "a30": 24, "a40": 48, "a100": 80, "a800": 80, "l4": 24,
     "l40": 48, "l40s": 48, "h20": 96, "h100": 80, "h800": 80, "h200": 141, "gh200": 96, "b100": 192,
     "b200": 180, "b300": 288, "gb200": 186, "gb300": 288, "mi300x": 192, "mi325x": 256, "mi355x": 288,
     "4090": 24,
 }  # fmt: skip
-"""Memory in GB, by the vendors' datasheets; the larger variant where there are two."""
+"""Memory in GB, from the vendors' datasheets; of two variants, the larger one."""
 DEFAULT_MFU = 0.4
 """Share of a GPU's peak that a run is expected to reach."""
 
@@ -76,10 +76,10 @@ def device_peak_flops(device_name: str) -> float | None:
     """Peak dense bf16 floating-point operations per second of a device.
 
     Args:
-        device_name: As `torch.cuda.get_device_name` gives it, such as `NVIDIA H100 80GB HBM3`.
+        device_name: From `torch.cuda.get_device_name`, such as `NVIDIA H100 80GB HBM3`.
 
     Returns:
-        The datasheet's value, or None for a device that is not in the table (a CPU, say).
+        The datasheet's value; None for a device that is not in the table, such as a CPU.
     """
     for pattern, teraflops in _PEAK_TERAFLOPS:
         if re.search(pattern, device_name, flags=re.IGNORECASE):
@@ -93,15 +93,15 @@ class Cluster:
 
     Args:
         memory_gb: Memory of a GPU.
-        bf16_tflops: Dense products in bf16 or fp16.
-        fp32_tflops: In fp32, without tensor cores.
+        bf16_tflops: Peak speed of dense products in bf16 or fp16.
+        fp32_tflops: Peak speed in fp32, without tensor cores.
         memory_gb_per_second: Bandwidth of a GPU's memory.
-        gpus_per_node: GPUs that the inner link connects.
-        nvlink_gb_per_second: Bandwidth of a GPU to the others of its node, in one direction.
-        network_gb_per_second: Bandwidth of a GPU's share of its node's network, in one direction.
-        nvlink_microseconds: Time of one hop inside a node, whatever is sent.
-        network_microseconds: Latency between nodes. Both are NCCL's own for large messages (`hwLat` in
-            src/graph/tuning.cc).
+        gpus_per_node: Number of GPUs that the link inside a node connects.
+        nvlink_gb_per_second: Bandwidth from a GPU to the other GPUs of its node, in one direction.
+        network_gb_per_second: A GPU's share of its node's network bandwidth, in one direction.
+        nvlink_microseconds: Latency of one hop inside a node.
+        network_microseconds: Latency between nodes. Both latencies are NCCL's values for large messages
+            (`hwLat` in src/graph/tuning.cc).
         capability: CUDA's compute capability times 10, which decides the kernels.
     """
 
@@ -127,7 +127,7 @@ def _cluster(gpu: str, *numbers: float, capability: int) -> Cluster:
 
 
 CLUSTERS = {
-    # NVIDIA's data sheets of the GPU (SXM) and of DGX A100, H100, H200, B200: a network card for each GPU
+    # From NVIDIA's data sheets of the GPU (SXM) and of DGX A100, H100, H200, B200: one network card per GPU
     "a100": _cluster("a100", 19.5, 2039, 8, 300, 25, capability=80),
     "h100": _cluster("h100", 66.9, 3350, 8, 450, 50, capability=90),
     "h200": _cluster("h200", 66.9, 4800, 8, 450, 50, capability=90),
@@ -144,7 +144,7 @@ def memory_bytes(device: torch.device) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    # read at every row; psutil takes three times as long
+    # This is read for every row of metrics; psutil takes three times as long.
     with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[1]) * PAGESIZE
     import psutil
@@ -158,7 +158,7 @@ def usable_cores() -> int:
 
 
 def size_text(number: float) -> str:
-    """A number of bytes as text, such as `1.5 GiB`, in the largest unit of which there is at least one."""
+    """A number of bytes as text, such as `1.5 GiB`, in the largest unit that makes it at least 1."""
     size = float(number)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -187,7 +187,7 @@ _DECIDES_ARITHMETIC = ("torch", "llm_pretrain", "device", "cpu_capability", "cpu
 
 
 def environment(device: torch.device) -> dict[str, str | None]:
-    """Versions, hardware, git revision and those of `ARITHMETIC_VARIABLES` that are set in this process."""
+    """Versions, hardware and git revision, and the variables of `ARITHMETIC_VARIABLES` that are set."""
     import torch
 
     variables = {name: os.environ[name] for name in ARITHMETIC_VARIABLES if name in os.environ}
@@ -204,7 +204,7 @@ def environment(device: torch.device) -> dict[str, str | None]:
 
 
 def package_version(package: str) -> str | None:
-    """Version of an installed package; None where it is not installed."""
+    """Version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -224,7 +224,7 @@ def arithmetic_changes(
 ) -> list[str]:
     """One line per difference of two environments that may change the last bits of results.
 
-    `then` says when the saved one was.
+    `then` is a phrase that says when the `saved` environment was recorded.
     """
     return [
         f"{key} was {saved.get(key, 'unset')} {then} and is {current.get(key, 'unset')} now"
@@ -245,7 +245,7 @@ def _processor() -> str:
 
 @functools.cache
 def _git_revision() -> str | None:
-    """Commit of the framework's own checkout, `-dirty` with local changes; None when installed."""
+    """Commit of this framework's checkout, with `-dirty` if it has local changes; None if installed."""
     folder = Path(__file__).parent
     git = ["git", "--no-optional-locks", "-C", str(folder)]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10}

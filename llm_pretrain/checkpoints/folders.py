@@ -1,8 +1,8 @@
-"""Commits and prunes folders named `step-00000100`, of checkpoints and of exported weights.
+"""Commits and prunes folders named `step-00000100`, which hold a checkpoint or exported weights.
 
-Other names in the parent folder: `.step-N.tmp-UUID` is being written and `.step-N.old-UUID` is being
-deleted; readers ignore both. `.step-N.replaced-UUID` was renamed to make room for a new `step-N`, and counts
-as step N until that exists. The folder `best` (lowest evaluation loss) is replaced in the same way.
+The parent folder has other names, too. `.step-N.tmp-UUID` is being written, `.step-N.old-UUID` is being
+deleted; readers ignore both. `.step-N.replaced-UUID` made room for a new `step-N` and counts as step N until
+the new folder exists. The folder `best` (lowest evaluation loss) is replaced in the same way.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _REPLACED_BEST = re.compile(r"\.best\.replaced-[0-9a-f]+")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?:tmp|old)-[0-9a-f]+")
 
 _UNLISTED = r"shard-\d{5}-model-\d{5}-of-\d{5,}\.safetensors|manifest\.json"
-"""Names of files in a checkpoint whose manifest is damaged."""
+"""Names of the files that a save writes, for a checkpoint whose manifest is damaged and lists none."""
 
 BEST = "best"
 """Name of the folder with the lowest evaluation loss; `prune` never deletes it."""
 
 MINIMUM_KEPT = 2
-"""Folders that `prune` always keeps, because the newest may turn out to be damaged."""
+"""Number of folders that `prune` always keeps, because the newest may turn out to be damaged."""
 
 
 def folder_name(step: int) -> str:
@@ -42,7 +42,7 @@ def folder_name(step: int) -> str:
 
 
 def temporary_folder(parent: Path, step: int, token: str) -> Path:
-    """The folder in which step `step` is written before the commit; `token` is the same on all ranks."""
+    """The folder that step `step` is written to before the commit; pass one `token` on all ranks."""
     return parent / f".{folder_name(step)}.tmp-{token}"
 
 
@@ -50,8 +50,8 @@ def check_parent(parent: Path) -> None:
     """Check that `parent` is a folder or does not exist.
 
     Raises:
-        CheckpointError: it is a file or a broken link, as when a disk is not mounted. Treating it as empty
-            would start training from scratch although checkpoints exist.
+        CheckpointError: `parent` is a file or a broken link, for example because a disk is not mounted. To
+            treat it as empty would start training from scratch although checkpoints exist.
     """
     if os.path.lexists(parent) and not parent.is_dir():
         raise CheckpointError(
@@ -64,7 +64,7 @@ def committed_folders(parent: Path) -> dict[int, Path]:
     """Step → committed folder, in ascending order of steps. Links and other names are ignored.
 
     Raises:
-        OSError: the parent exists and cannot be listed.
+        OSError: `parent` exists and cannot be listed.
     """
     committed: dict[int, Path] = {}
     replaced: dict[int, Path] = {}
@@ -80,16 +80,16 @@ def committed_folders(parent: Path) -> dict[int, Path]:
 
 
 def newest_step(parent: Path) -> int:
-    """Step of the newest committed folder; 0 without any."""
+    """Step of the newest committed folder; 0 if there is none."""
     return max(committed_folders(parent), default=0)
 
 
 def commit_folder(temporary: Path, name: str) -> Path:
-    """Rename a completely written temporary folder to `name`, in the same parent folder.
+    """Rename a completely written temporary folder to `name`, in its parent folder.
 
-    An existing folder of that name (the run resumed from an older step and reached this one again) is renamed
-    first and deleted last, so that at every moment one of the two counts. One with a file that no save wrote
-    stays as `NAME.kept-UUID`.
+    The name may exist if the run resumed from an older step and reached this step again. The existing folder
+    is renamed first and deleted last, so that one of the two counts at every moment. If it has a file that no
+    save wrote, it stays as `NAME.kept-UUID`.
     """
     target = temporary.parent / name
     fsync_folder(temporary)
@@ -113,12 +113,12 @@ def commit_folder(temporary: Path, name: str) -> Path:
 
 
 def unlisted_file(path: Path) -> str | None:
-    """The first file in a folder of a checkpoint or of weights that no save wrote; None without any."""
+    """A file that no save wrote, in a folder of a checkpoint or of weights; None if there is none."""
     return foreign_file(path, _UNLISTED if listed_files(path) is None else "")
 
 
 def discard(path: Path) -> None:
-    """Delete as much of `path` as possible; a later save deletes the rest."""
+    """Delete as much of `path` as possible; the next save deletes the rest."""
     if path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     else:
@@ -148,19 +148,19 @@ def best_folder(parent: Path) -> Path | None:
 
 
 def multiples(steps: Collection[int], period: int, newest: int) -> list[int]:
-    """The steps among `steps` up to `newest` that are multiples of `period`; empty if that is 0."""
+    """The multiples of `period` among `steps`, up to `newest`; empty if `period` is 0."""
     return [step for step in steps if period and step <= newest and step % period == 0]
 
 
 def prune(
     parent: Path, *, newest: int, keep_last: int, unsound: Collection[int] = (), period: int = 0
 ) -> None:
-    """Delete old folders, renaming each first; failures are logged, because the new folder is committed.
+    """Delete old folders. Each is renamed first. Failures are only logged: the new folder is committed.
 
-    Of the folders up to step `newest` (the one just committed) it keeps the last `keep_last`, at least two,
-    not counting those known to be `unsound`, the last whose step is a multiple of `period`, which a
-    rollback needs, and those with a file that no save wrote. Folders of later steps belong to an earlier
-    attempt; they are kept until this attempt has reached their step.
+    Up to step `newest`, the one just committed, `prune` keeps the last `keep_last` folders, at least two. It
+    keeps the last folder whose step is a multiple of `period`, for a rollback. Steps in `unsound` count for
+    neither. It also keeps folders with a file that no save wrote. Folders of later steps belong to an earlier
+    attempt and stay until this attempt has reached their step.
     """
     try:
         steps = [step for step in reversed(committed_folders(parent)) if step <= newest]
@@ -175,7 +175,7 @@ def prune(
             if unlisted_file(parent / folder_name(step)) is not None:
                 continue
             os.rename(parent / folder_name(step), retired)
-            fsync_folder(parent)  # or after a power cut a half-deleted folder may have its old name again
+            fsync_folder(parent)  # else a power cut may bring back the old name of a half-deleted folder
         except OSError as error:
             logger.warning("%s could not be deleted: %s", parent / folder_name(step), error)
         else:

@@ -1,7 +1,7 @@
 """Reads, writes and validates `manifest.json`, and compares a checkpoint with the run that resumes from it.
 
-The manifest describes a checkpoint's tensors and files and holds its scalars. It is written last: a
-checkpoint is sound if and only if its manifest is valid and its files match it.
+The manifest describes a checkpoint's tensors and files, and holds its scalars. It is written last. A
+checkpoint is sound if and only if its manifest is valid and its files match the manifest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llm_pretrain.files import open_plain, read_json, write_text
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
 OPTIMIZER_STATE = "optimizer.state."
-"""First characters of the names of an optimizer's tensors and scalars."""
+"""Prefix of the names of an optimizer's tensors and scalars."""
 
 
 class UnsoundError(CheckpointError):
@@ -36,13 +36,13 @@ class RunFacts:
     """Progress and settings of a run when it saved.
 
     Args:
-        step: Optimizer steps taken from the schedule, skipped ones included.
+        step: Optimizer steps of the schedule so far, skipped steps included.
         tokens_seen: Loss tokens trained on so far.
-        global_batch_size: Sequences per optimizer step; with `step`, the position in the data.
+        global_batch_size: Sequences per optimizer step; together with `step`, the position in the data.
         wandb_id: Id of the W&B run to continue.
-        fingerprints: Settings that must be equal to resume, as text: `{"model.hidden_size": "512", …}`.
+        fingerprints: Settings that a resuming run must have too, as text: `{"model.hidden_size": "512", …}`.
         extra: Further state of the training loop, as JSON.
-        run_id: Id of the run's folder; None outside of one.
+        run_id: Id of the run's folder; None for a run without a folder.
     """
 
     step: int
@@ -59,14 +59,14 @@ class RunFacts:
 
 
 class TensorEntry(TypedDict):
-    """A tensor in the files: the name of its type in torch, such as `float32`, and its whole shape."""
+    """Type and shape of a tensor in the files: torch's name, such as `float32`, and the global shape."""
 
     dtype: str
     shape: list[int]
 
 
 class ScalarEntry(TypedDict):
-    """A 0-dimensional tensor or a plain number, whose type is `int`, `float` or `bool`."""
+    """A 0-dimensional tensor, or a plain number with the type `int`, `float` or `bool`."""
 
     dtype: str
     value: int | float | bool
@@ -82,7 +82,7 @@ class FileEntry(TypedDict):
 OptimizerEntry = TypedDict(
     "OptimizerEntry", {"class": str, "groups": list[dict[str, Any]], "without_state": list[str]}
 )
-"""An optimizer's class, its groups with the names of their `params`, and its parameters without state."""
+"""An optimizer's class, its groups (with parameter names in `params`), and its parameters without state."""
 
 
 class ScalerEntry(TypedDict):
@@ -101,11 +101,11 @@ class Manifest:
 
     Args:
         environment: Versions, hardware, git revision and variables; see the function `environment`.
-        tensors: By name, every tensor in the files.
-        tied: Second name → first name of parameters that are one tensor, saved once.
-        scalars: By name, every 0-dimensional tensor and plain number.
-        scaler: The gradient scaler's state; None without an enabled one.
-        files: By name, every file beside the manifest.
+        tensors: Every tensor in the files, by name.
+        tied: Second name → first name of tied parameters, which are one tensor and saved once.
+        scalars: Every 0-dimensional tensor and plain number, by name.
+        scaler: State of the gradient scaler; None if no scaler is enabled.
+        files: Every file beside the manifest, by name.
     """
 
     run: RunFacts
@@ -123,7 +123,7 @@ class ResumePoint:
     """A verified checkpoint that matches the run.
 
     Args:
-        warnings: Newer checkpoints that are damaged and, after loading, what changed since it was saved.
+        warnings: Newer checkpoints that are damaged; after loading, also what changed since the save.
     """
 
     path: Path
@@ -137,16 +137,16 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken; the next one is `step + 1`."""
+        """Optimizer steps taken; the next step is `step + 1`."""
         return self.run.step
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write and fsync `manifest.json`, with a digest of its own content."""
-    # Converted to JSON and back, so that the digest covers what a reader gets (text keys, no tuples).
+    # The conversion to JSON and back makes the digest cover what a reader gets (text keys, no tuples).
     content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(manifest)}))
     content["sha256"] = _digest(content)
-    # Without a final line break, so that any cut is detected.
+    # No final line break: a reader would not notice if only that were cut off.
     write_text(folder / MANIFEST_NAME, json.dumps(content, indent=1))
 
 
@@ -154,8 +154,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Read `manifest.json`.
 
     Raises:
-        UnsoundError: it is missing, truncated or altered.
-        CheckpointError: this version does not read its format version, or this user may not read it.
+        UnsoundError: the manifest is missing, truncated or altered.
+        CheckpointError: this program does not read its format version, or this user may not read the file.
     """
     file = folder / MANIFEST_NAME
     try:
@@ -185,11 +185,11 @@ def read_manifest(folder: Path) -> Manifest:
 def newest_run_id(parent: Path) -> str | None:
     """The id of the run that wrote the newest checkpoint in `parent` with a readable manifest.
 
-    It is empty for a run outside of a folder of its own, None without such a checkpoint.
+    The id is empty if the run has no folder. It is None if there is no such checkpoint.
 
     Raises:
-        OSError: the folder cannot be listed.
-        CheckpointError: as `read_manifest`.
+        OSError: `parent` cannot be listed.
+        CheckpointError: see `read_manifest`.
     """
     for path in reversed(committed_folders(parent).values()):
         with suppress(UnsoundError):
@@ -205,7 +205,7 @@ def file_digest(file: Path) -> FileEntry:
 
 
 def find_damage(folder: Path, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> list[str]:
-    """One line per damaged or missing file, of every `world_size`-th file from `rank` on.
+    """One line per damaged or missing file. Each rank verifies every `world_size`-th file from `rank` on.
 
     Raises:
         CheckpointError: a file may not be read.
@@ -233,7 +233,7 @@ def find_damage(folder: Path, manifest: Manifest, *, rank: int = 0, world_size: 
 
 
 def _no_permission(file: Path, error: OSError) -> CheckpointError:
-    """The error for a file that this user may not read; no UnsoundError, for which an older one is used."""
+    """The error for a file that this user may not read. An UnsoundError would select an older checkpoint."""
     return CheckpointError(f"{file}: expected a file that this user may read, found: {error.strerror}")
 
 
@@ -245,7 +245,7 @@ _LONGEST = 1 << 62
 
 
 def wrong_part(manifest: Manifest) -> str | None:
-    """The first invalid part, in words: what was expected and found; None if the manifest is valid.
+    """The first invalid part, in words: what is expected and what was found. None for a valid manifest.
 
     The digest detects changes, but not a manifest that another version or program wrote.
     """
@@ -263,13 +263,13 @@ def wrong_part(manifest: Manifest) -> str | None:
 
 _ABSENT = "absent"
 _NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from", "zero_init_residual"}
-"""Model fields that change neither shapes nor arithmetic of a resumed run."""
+"""Model fields that may change on resuming: they affect neither shapes nor arithmetic."""
 
 
 def model_fingerprint(model: ModelConfig) -> dict[str, str]:
     """The fields of the model that decide shapes and arithmetic, by their full names."""
     fields = {f"model.{n}": str(value) for n, value in asdict(model).items() if n not in _NOT_IN_FINGERPRINT}
-    if model.rope_type == "yarn":  # unset, it follows from max_position_embeddings, which may change
+    if model.rope_type == "yarn":  # its default follows from max_position_embeddings, which may change
         fields["model.original_max_position_embeddings"] = str(model.rope_original_context)
     return fields
 
@@ -277,7 +277,7 @@ def model_fingerprint(model: ModelConfig) -> dict[str, str]:
 def fingerprint_differences(saved: dict[str, str], expected: dict[str, str]) -> list[str]:
     """One line per key whose text differs.
 
-    A field of the model that one side does not know has its neutral value there; another key is missing.
+    If one side lacks a field of the model, it counts as the neutral value. Any other missing key differs.
     """
     neutral = {f"model.{name}": str(value) for name, value in neutral_values().items()}
     known = {key: neutral[key] for key in {*saved, *expected} & neutral.keys()}
@@ -290,7 +290,7 @@ def optimizer_differences(content: Manifest, optimizer: Optimizer) -> list[str]:
 
 
 def mismatch(path: Path, differences: list[str]) -> MismatchError:
-    """The error for differences, which are the same on every rank."""
+    """The error for these differences, which must be equal on every rank."""
     return MismatchError(
         f"checkpoint {path} does not match: {'; '.join(differences)}; "
         "continue with the configuration it was made with, or start another run (run.name)"
@@ -298,15 +298,15 @@ def mismatch(path: Path, differences: list[str]) -> MismatchError:
 
 
 def state_differences(content: Manifest, current: dict[str, str]) -> list[str]:
-    """One line per tensor or scalar whose name, shape or dtype differs from `current`, made by `describe`.
+    """One line per tensor or scalar whose name, shape or dtype differs from `current` (from `describe`).
 
-    Optimizer state is compared only if the model's state agrees, because it follows from that.
+    Optimizer state is compared only if the model's state agrees, because it follows from the model's.
     """
     return model_differences(content, current) or _state_differences(content, current, of_optimizer=True)
 
 
 def model_differences(content: Manifest, current: dict[str, str]) -> list[str]:
-    """`state_differences` of the model alone."""
+    """The `state_differences` of the model without the optimizer."""
     return _state_differences(content, current, of_optimizer=False)
 
 
@@ -320,7 +320,7 @@ def _state_differences(content: Manifest, current: dict[str, str], *, of_optimiz
 def describe(
     tensors: dict[str, TensorEntry], scalars: dict[str, ScalarEntry], tied: dict[str, str]
 ) -> dict[str, str]:
-    """What is compared of tensors and scalars, by name."""
+    """Name → the type and shape to compare, of tensors and scalars; for a tied name, the first name."""
     shapes = {name: f"{tensor['dtype']}{tensor['shape']}" for name, tensor in tensors.items()}
     numbers = {name: scalar["dtype"] for name, scalar in scalars.items()}
     return {**shapes, **numbers, **{name: f"tied to {first}" for name, first in tied.items()}}

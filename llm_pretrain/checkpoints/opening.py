@@ -1,4 +1,4 @@
-"""Opens a model for inference from weights, a checkpoint or the folder of a run, which may be running."""
+"""Opens a model for inference from weights, a checkpoint or a run's folder. The run may still be running."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import configured_kernels
 
 _ATTEMPTS = 5
-"""Maximum number of folders to try: a running run may delete a folder while it is read."""
+"""Maximum number of folders to try, since a running run may delete a folder that is being read."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class OpenedModel:
     """A decoder and its origin.
 
     Args:
-        model: In fp32, on the CPU, in eval mode; a checkpoint's with its run's kernels.
-        path: The folder it was read from.
+        model: In fp32, on the CPU, in eval mode. A model from a checkpoint has the kernels of its run.
+        path: The folder that the model was read from.
         kind: Exported `weights`, or a full-precision `checkpoint`.
-        step: Optimizer steps it was trained for; None if unknown.
+        step: Optimizer steps of training; None if unknown.
         tokenizer_folder: A folder with the model's `tokenizer.json`; None if none was found.
         token_ids: `bos_token_id`, `eos_token_id` (possibly a list) and others from the JSON files of the
             weights; empty for a checkpoint.
-        run: The configuration of its run; None for a folder outside of a run.
+        run: Configuration of the model's run; None if the folder is not in a run.
         world_size: Number of processes that saved the checkpoint; None for weights.
     """
 
@@ -73,9 +73,9 @@ def open_model(source: str | Path, *, average: bool = True) -> OpenedModel:
 
     Args:
         source: A weights folder (of this package or Hugging Face), a checkpoint, or a folder with several of
-            them: `RUN`, `RUN/weights` or `RUN/checkpoints`. Of these the latest step is opened, and of the
-            same step the checkpoint, which has full precision. If a running run deletes the folder while it
-            is read, the latest is looked for again.
+            them: `RUN`, `RUN/weights` or `RUN/checkpoints`. Of several, the latest step is opened; if weights
+            and a checkpoint have that step, the checkpoint, for its full precision. If a running run deletes
+            the folder meanwhile, the function looks for the latest step again.
         average: Whether to read the parameters' average (EMA) instead, if the checkpoint has one.
 
     Raises:
@@ -90,7 +90,7 @@ def open_model(source: str | Path, *, average: bool = True) -> OpenedModel:
         try:
             return _open_checkpoint(path, average) if is_checkpoint(path) else _open_weights(path)
         except (PretrainError, OSError) as error:
-            if path.exists() or not there:  # else it was deleted meanwhile, and there may be a newer one
+            if path.exists() or not there:  # else a run has deleted the folder, and may have a newer one
                 if isinstance(error, OSError):
                     raise CheckpointError(f"{path}: expected readable files, found: {error}") from error
                 raise
@@ -108,7 +108,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _newest(source: Path) -> Path:
-    """The folder to read: `source` itself, or the one of the latest step in it."""
+    """The folder to read: `source` itself, or the folder of the latest step in `source`."""
     if is_checkpoint(source) or (source / "config.json").exists():
         return source
     found: dict[tuple[int, bool], Path] = {}
@@ -162,7 +162,7 @@ def _open_checkpoint(path: Path, average: bool) -> OpenedModel:
 
 
 def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> Decoder:
-    """The decoder of a checkpoint, after verifying its files and comparing them with the run's config."""
+    """Read a checkpoint's decoder, after verifying the files and comparing them with the run's config."""
     if problems := find_damage(path, content):
         raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}; name an older checkpoint")
     file, saved = path.parent.parent / "config.yaml", content.run.fingerprints
@@ -174,7 +174,7 @@ def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> De
             )
     if problems := shape_problems(run.model):
         raise CheckpointError(f"{file}: {problems[0]}")
-    with torch.device("meta"):  # without memory, until the shapes have been compared
+    with torch.device("meta"):  # takes no memory before the shapes have been compared
         described = Decoder(run.model).state_dict()
     tensors = describe_tensors({name: each for name, each in described.items() if name not in content.tied})
     if problems := model_differences(content, describe(tensors, {}, content.tied)):
@@ -207,7 +207,7 @@ class CheckpointTensors:
         self._parts: dict[str, dict[str, Any]] = {}
         for name in files:
             try:
-                open_plain(folder / name).close()  # safetensors would wait for a pipe
+                open_plain(folder / name).close()  # raises for a pipe, on which safetensors would wait
                 file: Any = self._stack.enter_context(safe_open(str(folder / name), "pt"))
             except (OSError, SafetensorError) as error:
                 self._stack.close()
@@ -226,7 +226,7 @@ class CheckpointTensors:
         self._stack.close()
 
     def _differences(self) -> list[str]:
-        """Tensors that only the files or only the manifest has, and those whose parts do not add up."""
+        """Tensors that only the files or only the manifest has, and tensors with missing or extra parts."""
         described = self.manifest.tensors
         problems = [
             f"{name}: expected by the manifest, in no file" for name in described.keys() - self._parts
@@ -239,11 +239,11 @@ class CheckpointTensors:
         return sorted(problems)
 
     def parts(self, name: str) -> list[Tensor]:
-        """A tensor's parts in the files: one if it is not sharded."""
+        """A tensor's parts in the files; a tensor that is not sharded has one part."""
         return [file.get_tensor(name) for file in self._parts[name].values()]
 
     def read(self, name: str) -> Tensor:
-        """A tensor, unsharded."""
+        """A whole tensor, put together from its parts."""
         described = self.manifest.tensors[name]
         if len(parts := self.parts(name)) == 1 and list(parts[0].shape) == described["shape"]:
             return parts[0]
@@ -253,12 +253,12 @@ class CheckpointTensors:
 
 
 class CheckpointWeights(Mapping[str, Tensor]):
-    """The model's state dict in a checkpoint; each tensor is read when it is looked up, in fp32.
+    """The model's state dict in a checkpoint, in fp32. A tensor is read when it is looked up.
 
     A decoder's state has no 0-dimensional tensors, which the files would not hold.
 
     Args:
-        tensors: The checkpoint's tensors. The parameters' averages (EMA) are read instead, if it has them.
+        tensors: The checkpoint's tensors. If it has averages of the parameters (EMA), those are read instead.
     """
 
     def __init__(self, tensors: CheckpointTensors):
@@ -276,7 +276,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
 
 
 def _tokenizer_of(folder: Path, run: Config, digest: str | None) -> Path | None:
-    """The run's tokenizer: in its first token store, or with its exported weights."""
+    """A folder with the run's tokenizer: in its first token store, or with its exported weights."""
     exported = [*reversed(committed_folders(folder / "weights").values()), folder / "weights" / "best"]
     stores = [Path(source.store) / "tokenizer" for source in run.data.sources[:1]]
     for candidate in [*stores, *exported]:
@@ -290,7 +290,7 @@ def _tokenizer_of(folder: Path, run: Config, digest: str | None) -> Path | None:
 
 
 def _run_config(path: Path) -> Config | None:
-    """The configuration in the run's folder, two levels up; None if the folder is not in a run."""
+    """The configuration in the run's folder, two levels above `path`; None if `path` is not in a run."""
     file = path.absolute().parent.parent / "config.yaml"
     if path.absolute().parent.name not in ("weights", "checkpoints") or not file.is_file():
         return None

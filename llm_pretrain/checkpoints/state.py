@@ -1,8 +1,8 @@
 """Gets and sets the state that a checkpoint holds: tensors under flat names, and scalars as JSON.
 
 Parameters and buffers keep their own names; optimizer state is named `optimizer.state.PARAMETER.KEY`.
-0-dimensional tensors (AdamW's `step`) and plain numbers are stored as JSON scalars, which represents both
-exactly: tensor formats treat empty shapes differently.
+0-dimensional tensors (AdamW's `step`) and plain numbers become JSON scalars, which represent both exactly:
+tensor formats differ in how they treat empty shapes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize
 
 @dataclass
 class TrainingState:
-    """State of a model and an optimizer; its tensors share their memory.
+    """State of a model and an optimizer; the tensors share memory with model and optimizer.
 
     Args:
         model: State dict of the model, with both names of a tied parameter.
-        optimizer: State dict of the optimizer by parameter name; None while it has no state.
-        tensors: Flat name → tensor with at least one dimension; tied parameters once.
+        optimizer: State dict of the optimizer by parameter name; None if the optimizer has no state yet.
+        tensors: Flat name → tensor with at least one dimension; a tied parameter has its first name only.
         tied: Second name → first name of tied parameters.
         places: Flat name of a scalar → the dictionary that holds it, and its key there.
     """
@@ -62,7 +62,7 @@ class TrainingState:
 
 
 def assign(container: dict[str, Any], key: str, value: Any) -> None:
-    """Set a scalar in a state dict or an optimizer's group, a tensor's value in place."""
+    """Set a scalar in a state dict or an optimizer's group; a tensor is filled in place."""
     if isinstance(container.get(key), Tensor):
         container[key].fill_(value)
     else:
@@ -70,14 +70,14 @@ def assign(container: dict[str, Any], key: str, value: Any) -> None:
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """Type and shape of each tensor, as a manifest has them; of a sharded tensor the global shape."""
+    """Type and shape of each tensor, as in a manifest; a sharded tensor has its global shape."""
     return {
         name: {"dtype": _dtype_name(tensor), "shape": list(tensor.shape)} for name, tensor in tensors.items()
     }
 
 
 def meta_tensors(described: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
-    """Tensors as described, on the meta device."""
+    """Tensors on the meta device, with the described types and shapes."""
     return {
         name: torch.empty(each["shape"], dtype=getattr(torch, each["dtype"]), device="meta")
         for name, each in described.items()
@@ -85,9 +85,9 @@ def meta_tensors(described: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
 
 
 def raw_module(model: nn.Module) -> nn.Module:
-    """The module inside DDP and `torch.compile`, whose parameters have their plain names.
+    """The module inside DDP and `torch.compile`: its parameters have names without a wrapper's prefix.
 
-    A wrapper has one child, called `module` or `_orig_mod`, and no parameters of its own.
+    A wrapper has no direct parameters, and its only child is called `module` or `_orig_mod`.
     """
     while True:
         children = dict(model.named_children())
@@ -98,13 +98,13 @@ def raw_module(model: nn.Module) -> nn.Module:
 
 
 def collect_state(model: nn.Module, optimizer: Optimizer) -> TrainingState:
-    """State to save.
+    """Collect the state to save.
 
-    `get_state_dict` is not called for an optimizer without state: it would take a step to create the state,
-    and count that step.
+    `get_state_dict` is not called if the optimizer has no state: it would take a step to create the state,
+    and that step would be counted.
 
     Raises:
-        CheckpointError: a parameter is in half precision, or the optimizer's state has an unsupported type.
+        CheckpointError: a parameter is in half precision, or optimizer state has an unsupported type.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict  # takes a second
 
@@ -121,9 +121,9 @@ def collect_state(model: nn.Module, optimizer: Optimizer) -> TrainingState:
 
 
 def collect_targets(model: nn.Module, optimizer: Optimizer, without_state: list[str]) -> TrainingState:
-    """State to load into, before `apply_state`.
+    """Collect the state to load into: fill its tensors and scalars, then call `apply_state`.
 
-    The optimizer's state is created first, because entries without a target would be dropped silently.
+    The function first creates the optimizer's state, because torch silently drops entries without a target.
     Parameters in `without_state` had no state when the checkpoint was saved, and get none here.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
@@ -142,7 +142,7 @@ def collect_targets(model: nn.Module, optimizer: Optimizer, without_state: list[
 
 
 def apply_state(model: nn.Module, optimizer: Optimizer, state: TrainingState) -> None:
-    """Load filled targets into the model and the optimizer; every parameter must be present."""
+    """Load the filled state into the model and the optimizer; every parameter must be present."""
     from torch.distributed.checkpoint import state_dict
 
     options = state_dict.StateDictOptions
@@ -152,7 +152,7 @@ def apply_state(model: nn.Module, optimizer: Optimizer, state: TrainingState) ->
         own = options(strict=False)
         empty = [(group, dict(group)) for group in optimizer.param_groups if not group["params"]]
         state_dict.set_optimizer_state_dict(model, optimizer, state.optimizer, options=own)
-        for group, settings in empty:  # torch drops those of a group without parameters
+        for group, settings in empty:  # torch drops the settings of a group without parameters
             group.update(settings)
 
 
@@ -170,11 +170,11 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerEntry
 def restore_groups(model: nn.Module, optimizer: Optimizer, saved: OptimizerEntry) -> list[str]:
     """Restore the state that an optimizer keeps in its groups; returns warnings.
 
-    The learning rate and keys that are no constructor arguments are state and are restored. Hyperparameters
-    follow the configuration; a changed one takes effect and is reported.
+    The learning rate, and keys that are no arguments of the constructor, are state and are restored. Other
+    hyperparameters follow the configuration: a changed one takes effect, with a warning.
     """
     groups = describe_optimizer(model, optimizer)["groups"]
-    own = dict(model.named_parameters())  # in a pipeline, those of this rank's stages
+    own = dict(model.named_parameters())  # in a pipeline, the parameters of this rank's stages
     saved_names = [[name for name in group["params"] if name in own] for group in saved["groups"]]
     if [group["params"] for group in groups] != saved_names:
         return ["the optimizer's groups differ from the checkpoint's: the new settings are used"]
@@ -194,7 +194,7 @@ def restore_groups(model: nn.Module, optimizer: Optimizer, saved: OptimizerEntry
 
 
 def scaler_state(scaler: Any) -> ScalerEntry | None:
-    """State of an enabled gradient scaler; None without one, or if it is disabled."""
+    """State of the gradient scaler; None if there is none or it is disabled."""
     return scaler.state_dict() if _is_enabled(scaler) else None
 
 
@@ -280,7 +280,7 @@ class Piece:
     Args:
         name: Name of the whole tensor.
         tensor: The part, on any device; it shares memory with the training state unless it is a copy.
-        offsets: Start of the part in the whole tensor, by dimension.
+        offsets: Start of the part within the whole tensor, for each dimension.
     """
 
     name: str
@@ -290,8 +290,8 @@ class Piece:
     def corners(self) -> int:
         """A signed sum of 64-bit hashes of the part's corners, modulo 2^64.
 
-        Pieces add up to what the whole tensor gives only if they have each element once, and its type:
-        corners inside of it then cancel.
+        The sums of all pieces add up to the sum of the whole tensor only if the pieces have its type and each
+        element once: corners inside the tensor then cancel.
         """
         edges = [((at, -1), (at + size, 1)) for at, size in zip(self.offsets, self.tensor.shape, strict=True)]
         total = 0
@@ -305,9 +305,9 @@ class Piece:
 def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> list[Piece]:
     """The pieces that `rank` writes, so that all ranks together write every element once.
 
-    Whole tensors are distributed over ranks, balanced by size; of sharded ones each rank writes its own part,
-    and the parts that several ranks hold are distributed over these. All holders compute the same writer,
-    without a collective.
+    Whole tensors are distributed over ranks, balanced by size. Each rank writes its part of a sharded tensor;
+    if several ranks hold equal parts, those are distributed over the ranks. All holders of a part compute the
+    same writer without a collective.
     """
     pieces, of_whole, of_parts = [], [0] * world_size, [0] * world_size
     for name, tensor in tensors.items():
@@ -326,7 +326,7 @@ def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> lis
 def held_pieces(
     tensors: dict[str, Tensor], *, rank: int, world_size: int, pipeline: Pipeline | None = None
 ) -> list[Piece]:
-    """`own_pieces`; of a pipeline, the ranks that hold a tensor are those of one stage."""
+    """`own_pieces`, where the ranks of one pipeline stage share the stage's tensors."""
     if pipeline is not None:
         tensors = {name: tensor for name, tensor in tensors.items() if not pipeline.is_tied_copy(name)}
         holders = world_size // pipeline.size
@@ -335,7 +335,7 @@ def held_pieces(
 
 
 def _replica(sharded: Any) -> tuple[int, int]:
-    """Which of the equal parts of a sharded tensor this rank holds, and how many there are."""
+    """Index of this rank among the ranks that hold equal parts of a sharded tensor, and their number."""
     mesh, number, count = sharded.device_mesh, 0, 1
     for dim in replicate_dims(sharded):
         number = number * mesh.size(dim) + mesh.get_local_rank(dim)
@@ -344,11 +344,11 @@ def _replica(sharded: Any) -> tuple[int, int]:
 
 
 class HostBuffers:
-    """Copies pieces to the CPU, into buffers that the next copy reuses; pinned ones for CUDA tensors.
+    """Copies pieces to the CPU, into buffers that the next copy reuses; for CUDA tensors they are pinned.
 
-    A copy is valid until the next one, so its writer must have finished by then. Pieces share buffers of
-    `BUFFER_BYTES`: torch rounds the size of a pinned buffer up to a power of two. At most half of the
-    machine's memory is pinned by its processes together; what exceeds that is copied more slowly.
+    The next copy overwrites a copy, so the copy must be written to disk by then. Pieces share buffers of
+    `BUFFER_BYTES`, since torch rounds the size of a pinned buffer up to a power of two. All processes of a
+    machine together pin at most half of its memory; further buffers are not pinned, and slower.
     """
 
     def __init__(self) -> None:
@@ -357,7 +357,7 @@ class HostBuffers:
         self._places: list[Tensor] = []
 
     def pieces(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The pieces with copied tensors."""
+        """Copy the tensors of pieces to the CPU; returns pieces with the copies."""
         pieces = list(pieces)
         layout = [(each.name, each.offsets, each.tensor.shape, each.tensor.dtype) for each in pieces]
         if layout != self._layout:
@@ -393,5 +393,5 @@ BUFFER_BYTES = 1 << 30
 
 
 def pinnable_bytes() -> int:
-    """Memory that this process may pin: half of the machine's, shared with the other processes on it."""
+    """Bytes that this process may pin: half of the machine's memory, divided by the run's processes on it."""
     return psutil.virtual_memory().total // 2 // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

@@ -1,7 +1,8 @@
 """Commits, verifies, restores and prunes the checkpoints of one run.
 
-A checkpoint appears complete or not at all, and an old one is deleted only after a new one is committed.
-Restoring gives what was saved, bit for bit, or an error. All methods but `committed` are collective.
+A checkpoint appears completely or not at all, and an old checkpoint is deleted only after a new one is
+committed. A restore gives the saved values bit for bit, or an error. All methods except `committed` are
+collective.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class CheckpointStore:
     """The checkpoints in one folder.
 
     Args:
-        folder: The parent of `step-00000100/`; shared by all ranks, created by the first save.
+        folder: The parent of `step-00000100/`, shared by all ranks; the first save creates it.
         ranks: The ranks that save and restore together.
-        keep_last: Newest checkpoints to keep; at least 2 are kept.
-        period: The newest checkpoint whose step is a multiple of this is kept as well; 0 disables it.
-        check: Called on rank 0 before anything is written; raises if the folder is no longer the run's.
+        keep_last: Number of newest checkpoints to keep; at least 2 are kept.
+        period: The newest checkpoint whose step is a multiple of this is kept, too; 0 disables this.
+        check: Called on rank 0 before a save and before its commit; raises if the run lost the folder.
     """
 
     def __init__(
@@ -94,9 +95,9 @@ class CheckpointStore:
         """Collect the state after step `facts.step`, for `write`.
 
         Args:
-            buffers: Receives copies of the tensors that this rank writes. Without it nothing is copied, and
-                training must wait until they are written.
-            pipeline: That the model is a stage of.
+            buffers: Receives copies of the tensors that this rank writes. If it is None, nothing is copied,
+                and training must wait until the tensors are written.
+            pipeline: The pipeline that the model is a stage of, if any.
         """
         model, ranks = state.raw_module(model), self._ranks
 
@@ -125,11 +126,11 @@ class CheckpointStore:
 
         Args:
             staged: From `stage`.
-            ranks: The group to write with, for a background thread; the store's own where None.
+            ranks: The group of ranks, for a write in a background thread; by default the store's.
 
         Raises:
-            CheckpointError: on every rank, if one fails; nothing was committed or deleted.
-            DivergedError: likewise, if a value is not finite.
+            CheckpointError: a rank fails; raised on every rank. Nothing was committed or deleted.
+            DivergedError: a value is not finite; raised on every rank. Nothing was committed or deleted.
         """
         ranks, step = ranks or self._ranks, staged.content.run.step
         path = write_staged(staged, self.folder, ranks, self._check)
@@ -150,14 +151,14 @@ class CheckpointStore:
         """The newest sound checkpoint, or the one in `source`, after verifying all its files.
 
         Args:
-            expected: Step to the fingerprints that a checkpoint of it must have.
+            expected: Returns the fingerprints that a checkpoint of the given step must have.
             source: A checkpoint's folder, to use instead of this store's checkpoints.
 
         Returns:
             None if this store has no committed checkpoint.
 
         Raises:
-            MismatchError: it belongs to another model, data or batch size; names every key and both values.
+            MismatchError: the checkpoint has another model, data or batch size; names the keys and values.
             CheckpointError: there are checkpoints and none is sound, or `source` is not a checkpoint.
         """
         damaged: list[str] = []
@@ -186,7 +187,7 @@ class CheckpointStore:
         scaler: Any,
         pipeline: Pipeline | None = None,
     ) -> None:
-        """Load the checkpoint that `find` returned, in place; adds to its warnings.
+        """Load the checkpoint that `find` returned, in place; adds warnings to `found`.
 
         Raises:
             MismatchError: tensors differ in name, shape or dtype, or the optimizer has another class.
@@ -209,7 +210,7 @@ class CheckpointStore:
                 raise mismatch(found.path, differences)
 
         run_on_all_ranks(ranks, compare, doing)
-        own = f"shard-{ranks.rank + 1:05d}-"  # on the same mesh, a rank's values are in its own files
+        own = f"shard-{ranks.rank + 1:05d}-"  # if the mesh is the same, a rank wrote its own values
         files = sorted(content.files, key=lambda name: (not name.startswith(own), name))
         run_on_all_ranks(ranks, lambda: read_tensors(target.tensors, found.path, files))
 
@@ -235,7 +236,7 @@ class CheckpointStore:
         return [(path, step) for step, path in reversed(committed.items())]
 
     def _verify(self, path: Path, step: int | None) -> tuple[Manifest | None, list[str]]:
-        """The manifest and the problems of a checkpoint; each rank verifies a part of the files."""
+        """A checkpoint's manifest and its problems. Each rank verifies a part of the files."""
 
         def read() -> tuple[Manifest | None, list[str]]:
             try:
@@ -257,7 +258,7 @@ class CheckpointStore:
 
 
 def _whole(content: Manifest, pipeline: Pipeline | None) -> Manifest:
-    """What a rank's manifest says of its stage of a pipeline, said of the whole model (collective)."""
+    """The manifest of the whole model, from the manifests of all pipeline stages (collective)."""
     if pipeline is None:
         return content
     described = {name: pipeline.merged(getattr(content, name)) for name in ("tensors", "tied", "scalars")}
@@ -272,7 +273,7 @@ def _whole(content: Manifest, pipeline: Pipeline | None) -> Manifest:
 
 
 def _described(target: state.TrainingState, pipeline: Pipeline | None) -> dict[str, str]:
-    """What there is to load into, by name; of all stages of a pipeline (collective)."""
+    """Name → type and shape of everything to load, over all pipeline stages (collective)."""
     described = describe(state.describe_tensors(target.tensors), target.scalars, target.tied)
     return described if pipeline is None else pipeline.merged(described)
 
@@ -295,7 +296,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 Share = tuple[dict[str, FileEntry], int]
-"""The files that a rank wrote, with sizes and digests, and the sum of its pieces' `corners`."""
+"""The files that a rank wrote, with sizes and digests, and the sum of the pieces' `corners`."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,7 @@ class Staged:
     """A checkpoint that is collected but not written.
 
     Args:
-        content: Its manifest, without files.
+        content: The checkpoint's manifest, without files.
         pieces: The tensors or parts of tensors that this rank writes.
     """
 
@@ -316,20 +317,20 @@ class Staged:
         return sum(tensor.nbytes for tensor in meta_tensors(self.content.tensors).values())
 
     def corners(self) -> int:
-        """What the `corners` of all ranks' pieces add up to."""
+        """The sum that the `corners` of all ranks' pieces must have."""
         tensors = meta_tensors(self.content.tensors)
         return sum(Piece(name, whole, (0,) * whole.dim()).corners() for name, whole in tensors.items())
 
 
 def write_staged(staged: Staged, parent: Path, ranks: Ranks, check: Callable[[], None]) -> Path:
-    """Commit `staged` as a folder of `parent` and return it; collective.
+    """Commit `staged` as a folder in `parent`, and return the folder; collective.
 
-    Every rank writes its files into a temporary folder and hashes them; rank 0 gathers the hashes, writes the
+    Every rank writes its files into a temporary folder and hashes them. Rank 0 gathers the hashes, writes the
     manifest last, and commits by one rename. It calls `check` before the first file and before the commit.
 
     Raises:
-        CheckpointError: on every rank, if one fails; nothing was committed.
-        DivergedError: likewise, if a value is not finite.
+        CheckpointError: a rank fails; raised on every rank. Nothing was committed.
+        DivergedError: a value is not finite; raised on every rank. Nothing was committed.
     """
     token = run_on_rank0(ranks, lambda: uuid.uuid4().hex)
     temporary = folders.temporary_folder(parent, staged.content.run.step, token)

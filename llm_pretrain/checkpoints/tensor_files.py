@@ -1,8 +1,8 @@
 """Writes and reads safetensors files in the layout of torch.distributed.checkpoint (DCP).
 
-DCP can read the files too. They are written here so that no tensor is in memory twice, a background thread
-holds the interpreter lock only briefly, and non-finite values are detected while the data is in the cache.
-They are read here because DCP's ranks exchange all names and gather their plans on one of them.
+DCP can read the files too. Our writer has no tensor in memory twice, holds the interpreter lock only briefly
+in a background thread, and detects non-finite values while the data is in the cache. Our reader has no
+communication: DCP's ranks exchange all names and gather their plans on one rank.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from llm_pretrain.errors import CheckpointError, DivergedError
 from llm_pretrain.files import naming
 
 BYTES_PER_FILE = 256 << 20
-"""Approximate size of the files that a rank writes; ranks share the work of verifying them."""
+"""Approximate size of the files that a rank writes. When reading, ranks divide the files to verify them."""
 CHUNK_BYTES = 4 << 20
-"""Bytes that are checked, hashed and written at a time, to stay in the CPU cache."""
+"""Bytes to check, hash and write at a time, so that they stay in the CPU cache."""
 _FORMAT = {"DCP_VERSION": "1.0", "format": "pt"}
 """Metadata that torch.distributed.checkpoint writes into every file."""
 _DTYPES = {
@@ -47,7 +47,7 @@ _DTYPES = {
 
 
 def write_pieces(pieces: list[Piece], folder: Path, *, rank: int) -> dict[str, FileEntry]:
-    """Write and fsync this rank's pieces into `folder`; returns its files' sizes and digests.
+    """Write and fsync this rank's pieces into `folder`; returns the files' sizes and digests.
 
     Raises:
         DivergedError: a value is not finite; names its tensor.
@@ -99,7 +99,7 @@ def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str
 
 
 def _chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    """The file's content: header, data."""
+    """The file's content in chunks: the header, then the data."""
     header, begins = safetensors_header(tensors, metadata)
     yield header
     for name in begins:
@@ -113,10 +113,10 @@ def _chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[by
 def safetensors_header(
     tensors: Mapping[str, Tensor], metadata: dict[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """A file's content before the data, and where in the file each tensor begins, in the file's order.
+    """A file's content before the data, and the byte at which each tensor begins, in the file's order.
 
     Args:
-        tensors: By name; on the meta device, they are described as well.
+        tensors: Tensors by name; the meta device suffices.
         metadata: Metadata of the file.
     """
     # Largest elements first, so that every tensor's offset is a multiple of its element size.
@@ -144,12 +144,12 @@ def check_finite(name: str, values: Tensor) -> None:
     """
     if not values.is_floating_point():
         return
-    if values.dtype in (torch.float32, torch.float64):  # numpy starts no threads
+    if values.dtype in (torch.float32, torch.float64):  # NumPy, because it starts no threads
         with np.errstate(over="ignore", invalid="ignore"):
             finite = np.isfinite(values.numpy().sum())
     else:
         finite = torch.isfinite(values.sum(dtype=torch.float32))
-    if not finite and not bool(torch.isfinite(values).all()):  # the sum alone may overflow
+    if not finite and not bool(torch.isfinite(values).all()):  # a sum of finite values may overflow
         found = values[~torch.isfinite(values)][0].item()
         raise DivergedError(
             f"{name}: expected finite values to save, found {found}; what was saved before is sound: "
@@ -158,10 +158,10 @@ def check_finite(name: str, values: Tensor) -> None:
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: Path, files: Iterable[str]) -> None:
-    """Fill `tensors`, or this rank's parts of sharded ones, in place from safetensors files.
+    """Fill `tensors`, or this rank's parts of sharded tensors, in place from safetensors files.
 
-    Names, shapes and dtypes must have been compared before. Ranks do not plan together: each opens files, in
-    the given order, until it has everything.
+    Names, shapes and dtypes must have been compared before. Ranks do not communicate: each rank opens files
+    in the given order until it has all values.
 
     Raises:
         CheckpointError: a file cannot be read, or the files lack values.
@@ -198,5 +198,5 @@ def _read(tensors: dict[str, Tensor], folder: Path, files: Iterable[str]) -> Non
 
 
 def _box(lows: Sequence[int], highs: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    """The elements from `lows` to `highs` of a part that begins at `origin`."""
+    """Slices of a part that begins at `origin`: its elements from `lows` to `highs` of the whole tensor."""
     return tuple(slice(low - at, high - at) for low, high, at in zip(lows, highs, origin, strict=True))

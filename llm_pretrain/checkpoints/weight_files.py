@@ -1,7 +1,7 @@
-"""Lays out the safetensors files of a folder of weights, and writes them from wherever the values are.
+"""Lays out the safetensors files of a weights folder; each rank writes the values that it holds.
 
-Where every byte goes follows from names, shapes and types alone. So each rank writes the parts that it holds
-in place, and the files are the same however the model is spread over ranks.
+Names, shapes and types decide the position of every byte. So each rank writes its parts in place, and the
+files are the same however the model is divided over ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from llm_pretrain.files import naming, write_text
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
-"""Largest file, as in transformers."""
+"""Largest size of a file, as in transformers."""
 _SUMS = 1 << 64
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor on disk, its file, the type of its elements there, and its first byte."""
+    """A tensor on disk, its file, the type of its elements on disk, and where its first byte is."""
 
     tensor: DiskTensor
     file: str
@@ -44,12 +44,12 @@ class _Place:
     begin: int
 
     def edge(self, element: int) -> int:
-        """A hash of the place where this element begins, its file and byte; 64 bits."""
+        """A 64-bit hash of the file and the byte where this element begins."""
         text = f"{self.file}/{self.begin + element * self.dtype.itemsize}"
         return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
 
     def cover(self, begin: int, end: int) -> int:
-        """The hash of their end less that of their begin, so that consecutive parts add up to the whole."""
+        """The edge of `end` minus the edge of `begin`, so that consecutive parts add up to the whole."""
         return self.edge(end) - self.edge(begin)
 
 
@@ -57,9 +57,9 @@ class WeightFiles:
     """`model.safetensors`, or shards of at most `MAX_SHARD_BYTES` and their index.
 
     Args:
-        tensors: The model's, by name; only names, shapes and types count.
-        config: The model's, with a resolved `vocab_size`.
-        dtype: `torch.bfloat16` or another type of the floating tensors.
+        tensors: The model's tensors by name; only names, shapes and types are used.
+        config: The model's shape, with a resolved `vocab_size`.
+        dtype: Type of the floating tensors on disk, such as `torch.bfloat16`.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype):
@@ -92,7 +92,7 @@ class WeightFiles:
             self._index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
 
     def create(self, folder: Path) -> None:
-        """Make the files in their full size, of zeros behind their headers; on one rank, before `write`."""
+        """Make the files in full size, headers followed by zeros. One rank calls this before `write`."""
         for file, (header, size) in self._headers.items():
             with open(folder / file, "wb", buffering=0) as stream, naming(stream.name):
                 stream.write(header)
@@ -107,7 +107,7 @@ class WeightFiles:
         return sum(size for _, size in self._headers.values())
 
     def write(self, folder: Path, pieces: Iterable[Piece]) -> int:
-        """Write pieces of the model's tensors, a chunk at a time, and fsync; returns what `check` adds up.
+        """Write pieces of the model's tensors in chunks, and fsync; returns this rank's sum for `check`.
 
         Raises:
             CheckpointError: a value does not fit in `dtype`, or the files are not there.
@@ -132,7 +132,7 @@ class WeightFiles:
         return covered % _SUMS
 
     def _write(self, stream: FileIO, place: _Place, values: Tensor, at: int) -> None:
-        """Write values from element `at` of a tensor on."""
+        """Write values to a tensor on disk, beginning at element `at`."""
         position = place.begin + at * place.dtype.itemsize
         for chunk in values.detach().split(max(1, CHUNK_BYTES // values.element_size())):
             scaled = chunk if place.tensor.factor == 1 else chunk * place.tensor.factor
@@ -146,11 +146,11 @@ class WeightFiles:
         """Check that the ranks together have written every byte once.
 
         Args:
-            folder: With the files.
-            covered: What `write` returned on each rank.
+            folder: The folder with the files.
+            covered: The results of `write` on all ranks.
 
         Raises:
-            CheckpointError: they have not.
+            CheckpointError: a byte was not written, or written more than once.
         """
         places = [place for each in self._places.values() for place in each if place.tensor.factor]
         expected = sum(place.cover(0, place.tensor.elements) for place in places)
@@ -163,7 +163,7 @@ class WeightFiles:
 
 def _opened(file: Path) -> FileIO:
     try:
-        # write-only, since NFS reads a page before it writes in one that may be read
+        # write-only: if a file is open for reading too, NFS reads a page before it writes into the page
         return open(file, "wb", buffering=0, opener=lambda path, _: os.open(path, os.O_WRONLY))
     except FileNotFoundError:
         raise CheckpointError(
@@ -174,7 +174,7 @@ def _opened(file: Path) -> FileIO:
 
 @contextmanager
 def _locked(stream: FileIO, begin: int, size: int) -> Iterator[None]:
-    """A lock on these bytes where the file system has locks: NFS then writes no page of others' bytes."""
+    """Lock these bytes if the file system has locks: NFS then writes no bytes of other ranks in a page."""
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX, size, begin)
     except OSError:

@@ -50,12 +50,12 @@ _OWN_FILES = {"config.json", "generation_config.json", INDEX_FILE, BEST_FILE, MA
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """The weights of a model that is spread over ranks.
+    """The weights of a model that is divided over ranks.
 
     Args:
-        tensors: The whole model's, by name in its state dict; on any device, since only their shapes and
+        tensors: Tensors of the whole model, by name in its state dict; on any device, since only shapes and
             types are used.
-        pieces: Parts of them that this rank writes. All ranks' together are the whole tensors, once.
+        pieces: Parts of the tensors that this rank writes. All ranks' pieces have every element once.
     """
 
     tensors: Mapping[str, Tensor]
@@ -63,7 +63,7 @@ class HeldWeights:
 
 
 def saved_names(content: Manifest, *, average: bool) -> dict[str, str]:
-    """Name in the model's state dict → the tensor's name in the checkpoint; with `average` its average's."""
+    """Name in the model's state dict → name in the checkpoint; `average` selects averages, if it has them."""
     names = {name: name for name in content.tensors if not name.startswith(OPTIMIZER_STATE)}
     if average:
         averages = {name: average_name(name) for name in names}
@@ -72,15 +72,15 @@ def saved_names(content: Manifest, *, average: bool) -> dict[str, str]:
 
 
 def weights_in(content: Manifest, pieces: Iterable[Piece]) -> HeldWeights:
-    """The weights among the pieces of a checkpoint, the parameters' averages (EMA) if it has them."""
+    """The weights among a checkpoint's pieces; if it has averages of the parameters (EMA), the averages."""
     names = saved_names(content, average=True)
     tensors = meta_tensors({name: content.tensors[saved] for name, saved in names.items()})
-    own = {saved: name for name, saved in reversed(names.items())}  # of tied ones the first name
+    own = {saved: name for name, saved in reversed(names.items())}  # tied tensors get the first name
     return HeldWeights(tensors, (replace(each, name=own[each.name]) for each in pieces if each.name in own))
 
 
 def model_weights(model: nn.Module, ranks: Ranks = ONE_RANK, pipeline: Pipeline | None = None) -> HeldWeights:
-    """The weights in a model, plain, wrapped or sharded."""
+    """The weights of a model, which may be plain, wrapped or sharded."""
     module = state.raw_module(model)
     tensors = module.state_dict()
     pieces = held_pieces(tensors, rank=ranks.rank, world_size=ranks.world_size, pipeline=pipeline)
@@ -105,36 +105,35 @@ def save_weights(
     card: ModelCardData | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> Path:
-    """Write `folder/step-00000100/` completely or not at all, then prune older ones (collective).
+    """Write `folder/step-00000100/` completely or not at all, then prune older exports (collective).
 
-    Every rank writes the parts of tensors that it holds, in place, so the bytes do not depend on how the
-    model is spread; rank 0 writes everything else. No tensor is gathered. A rank takes 16 MB beside what it
-    holds.
+    Every rank writes its parts of the tensors in place, so the bytes do not depend on how the model is
+    divided. Rank 0 writes everything else. No tensor is gathered: a rank needs only 16 MB of extra memory.
 
-    A model that matches no architecture of transformers is written with `model_type` `llm_pretrain` and this
-    package's field names in config.json, and a log line names the field.
+    A model may match no architecture of transformers. Its config.json then has `model_type` `llm_pretrain`
+    and this package's field names, and a log line names the fields.
 
     Args:
-        folder: The run's `weights/`, shared by all ranks.
+        folder: The run's folder `weights/`, shared by all ranks.
         step: Optimizer steps taken.
-        model: The decoder, plain, wrapped or sharded, or what this rank holds of it.
-        config: Its configuration, with a resolved `vocab_size`.
+        model: The decoder (plain, wrapped or sharded), or the weights that this rank holds.
+        config: The decoder's configuration, with a resolved `vocab_size`.
         dtype: `bf16`, `fp16` or `fp32`.
-        tokenizer_folder: Its tokenizer files are copied.
-        tokenizer_digests: Name → SHA-256 that these files must have, as the run's store lists them.
+        tokenizer_folder: The folder whose tokenizer files are copied.
+        tokenizer_digests: File name → SHA-256 that the tokenizer file must have, as in the run's store.
         token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`; None for a missing token.
-        keep_last: Newest exports to keep; at least 2 are kept.
+        keep_last: Number of newest exports to keep; at least 2 are kept.
         sequence_length: Default limit of generated text, the length that the model was trained on.
-        best_loss: If given, `folder/best/` is written (replaced) instead, with this loss in best.json.
-        card: The facts in README.md; None writes no README.md.
+        best_loss: If given, the export replaces `folder/best/` instead, with this loss in best.json.
+        card: The content of README.md; None writes no README.md.
         ranks: The ranks that hold the model together.
 
     Returns:
         The folder with the weights.
 
     Raises:
-        CheckpointError: on every rank, if on one a value does not fit `dtype`, the tokenizer is another one,
-            or writing failed; earlier exports are unchanged.
+        CheckpointError: a value does not fit `dtype`, the tokenizer is another one, or writing failed. All
+            ranks raise it; earlier exports are unchanged.
     """
     held = model_weights(model, ranks) if isinstance(model, nn.Module) else model
     files = WeightFiles(held.tensors, config, DTYPES[dtype])
@@ -171,8 +170,8 @@ def _write_folder(
     complete: Callable[[Path], None],
     ranks: Ranks,
 ) -> Path:
-    """Commit `temporary` as `name` beside it, with `files`, of which each rank writes its pieces, and what
-    `complete` adds."""
+    """Commit `temporary` under the name `name` in its parent folder. Each rank writes its pieces of `files`,
+    and `complete` adds the other files on rank 0."""
     doing = f"{temporary.parent / name}: writing weights, {files.bytes} bytes,"
 
     def make() -> None:
@@ -198,7 +197,7 @@ def best_step(folder: Path) -> int | None:
     """Step of the weights in `folder/best/`, after undoing an interrupted replacement.
 
     Returns:
-        None if there are none, or their best.json is damaged.
+        None if there are no such weights, or best.json is damaged.
     """
     best = folders.best_folder(folder)
     if best is None:
@@ -227,7 +226,7 @@ def _generation_config(
     """Content of generation_config.json; text ends at EOS, or at the end of a chat turn."""
     known: dict[str, Any] = {name: value for name, value in token_ids.items() if value is not None}
     end, end_of_turn = token_ids.get("eos_token_id"), None
-    with suppress(DataError, KeyError, TypeError, AttributeError):  # weights are written all the same
+    with suppress(DataError, KeyError, TypeError, AttributeError):  # weights are written even so
         end_of_turn = end_of_turn_id(tokenizer_folder)
     if end is not None and end_of_turn not in (None, end):
         known["eos_token_id"] = [end, end_of_turn]
@@ -235,7 +234,7 @@ def _generation_config(
 
 
 def copy_tokenizer(source: Path, target: Path, digests: Mapping[str, str] | None = None) -> None:
-    """Copy a tokenizer's files, including its chat template, from a folder that may hold weights as well.
+    """Copy a tokenizer's files, including the chat template, from a folder that may also hold weights.
 
     Raises:
         CheckpointError: a file that `digests` names is missing or has another SHA-256.
@@ -255,12 +254,12 @@ def copy_tokenizer(source: Path, target: Path, digests: Mapping[str, str] | None
 
 
 def _list_files(folder: Path) -> None:
-    """Mark a folder of weights, with the names of its files."""
+    """Write the marker of a weights folder, with the names of its files."""
     write_marker(folder, "weights", files=sorted(each.name for each in folder.iterdir()))
 
 
 def other_content(folder: Path) -> str | None:
-    """What a folder has besides weights that this program wrote, in words; None for an empty one as well."""
+    """Content of a folder other than weights that this program wrote, in words; None if there is none."""
     if not any(folder.iterdir()):
         return None
     if read_marker(folder, "weights") is None:
@@ -281,10 +280,10 @@ def convert_weights(
     """Convert the weights in `source` to `dtype` in `output/`, which is replaced completely or not at all.
 
     Args:
-        source: A weights folder, ours or transformers'.
+        source: A weights folder of this package or of transformers.
         output: The folder to write.
         dtype: `bf16`, `fp16` or `fp32`.
-        check: Called before `output` is replaced; raises if it must not be.
+        check: Called before `output` is replaced; raises if `output` must not be replaced.
 
     Raises:
         ConfigError: names each field that no architecture of transformers has.

@@ -1,4 +1,4 @@
-"""Writes a model's `config.json` for transformers 5 and 4 and mlx-lm, and reads it."""
+"""Writes a model's `config.json` for transformers 5, transformers 4 and mlx-lm, and reads such files."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _COMMON = (
     "hidden_act",
 )
 _OWN_FIELDS = "llm_pretrain"
-"""Key of the fields that an architecture has no key for: the coefficient of a loss, which tensors are zeros
-because our model lacks them, which factor the experts' projections include. A reader that ignores them
-computes the same."""
+"""Key of a mapping with our fields that the architecture has no key for: a loss coefficient, the tensors that
+are zeros because our model lacks them, the factor that the experts' projections include. A reader that
+ignores the mapping computes the same results."""
 _NATIVE_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)} - {"init_from"}
 _FOREIGN_BIAS_UPDATE_RATE = 0.001
-"""`router_bias_update_rate` of a model with a router bias whose file has no rate: DeepSeek-V3's
+"""`router_bias_update_rate` if a model has a router bias but its file has no rate; the value of DeepSeek-V3
 (arXiv:2412.19437, section 4.2)."""
 
 
@@ -58,15 +58,15 @@ def huggingface_config(
     pad_token_id: int | None,
     dtype: str,
 ) -> dict[str, Any]:
-    """`config.json` for transformers 5 and 4 and mlx-lm.
+    """`config.json` for transformers 5, transformers 4 and mlx-lm.
 
     Version 5 reads `rope_parameters` and `num_local_experts`. Older readers need `rope_theta`,
-    `rope_scaling`, `num_experts`, `head_dim` and `torch_dtype` at the top and use wrong defaults without a
-    warning where these are missing, so both are written.
+    `rope_scaling`, `num_experts`, `head_dim` and `torch_dtype` at the top level. Where one is missing, they
+    use a wrong default without a warning. So the file has the keys of both.
 
     Args:
-        model: With `vocab_size` set.
-        bos_token_id, eos_token_id, pad_token_id: The tokenizer's, None where it has none.
+        model: The model's shape; `vocab_size` must be set.
+        bos_token_id, eos_token_id, pad_token_id: Ids of the tokenizer; None for a missing token.
         dtype: Type of the weights: `bf16`, `fp16` or `fp32`.
 
     Raises:
@@ -79,7 +79,7 @@ def huggingface_config(
         "model_type": model_type,
         "vocab_size": model.vocab_size,
         "head_dim": model.attention_head_dim,
-        "hidden_act": model.hidden_act,  # here, so that equal trainings of all versions write equal bytes
+        "hidden_act": model.hidden_act,  # at this place as in earlier versions, to write equal bytes
         "attention_bias": False,
         "use_cache": True,
         **_rope_keys(model),
@@ -107,14 +107,14 @@ def _expert_keys(model: ModelConfig, model_type: str) -> dict[str, Any]:
     resolved = dataclasses.replace(model, moe_intermediate_size=model.expert_intermediate_size)
     for field, (names, _) in HF_ARCHITECTURES[model_type].keys.items():
         result |= dict.fromkeys(names, getattr(resolved, field))
-    if "first_k_dense_replace" in result:  # without decoder_sparse_step it must express both our fields
+    if "first_k_dense_replace" in result:  # it also expresses decoder_sparse_step, which has no key
         result["first_k_dense_replace"] = model.num_hidden_layers - len(model.moe_layers)
     if model_type in MLP_ONLY_LAYERS:
         result["mlp_only_layers"] = list(range(model.first_k_dense_replace))
     if model_type in MLP_LAYER_TYPES:
         layers = range(model.num_hidden_layers)
         result["mlp_layer_types"] = ["sparse" if model.is_moe_layer(layer) else "dense" for layer in layers]
-    if model_type == "ernie4_5_moe":  # mlx-lm does not accept -1 for the last
+    if model_type == "ernie4_5_moe":  # mlx-lm does not accept -1 for the last layer
         result["moe_layer_end_index"] = model.num_hidden_layers - 1
     own = {}
     if model_type in ROUTER_BIAS:
@@ -140,7 +140,7 @@ def native_config(
 ) -> dict[str, Any]:
     """`config.json` with all fields of ModelConfig, for a model that only this package opens.
 
-    `init_from` is left out: it is a path on the machine that trained the model.
+    `init_from` is left out, because it is a path on the machine that trained the model.
     """
     return {name: getattr(model, name) for name in sorted(_NATIVE_FIELDS)} | {
         "model_type": NATIVE_MODEL_TYPE,
@@ -152,13 +152,13 @@ def native_config(
 
 
 def model_config_from_huggingface(config_json: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig that computes what `config_json` describes.
+    """The ModelConfig of the model that `config_json` describes.
 
     Args:
-        config_json: Content of the file, from `huggingface_config`, `native_config` or transformers (4 or 5).
+        config_json: Content of a file from `huggingface_config`, `native_config` or transformers (4 or 5).
 
     Raises:
-        ConfigError: an architecture or a feature that our decoder lacks, a missing key, or an invalid value.
+        ConfigError: our decoder lacks the architecture or a feature, a key is missing, or a value is invalid.
     """
     try:
         model = _read_model(config_json)
@@ -173,7 +173,7 @@ def model_config_from_huggingface(config_json: dict[str, Any]) -> ModelConfig:
         ) from error
     if problems := shape_problems(model):
         raise ConfigError(*(f"config.json: {problem}" for problem in problems))
-    return build(ModelConfig, vars(model))  # JSON tools write 2.0 as 2, which readers of an export refuse
+    return build(ModelConfig, vars(model))  # makes 2.0 of a 2 that JSON tools wrote; readers refuse 2
 
 
 def _read_model(config_json: dict[str, Any]) -> ModelConfig:
@@ -190,7 +190,7 @@ def _read_model(config_json: dict[str, Any]) -> ModelConfig:
         raise ConfigError(*problems)
     needed = ["vocab_size", *_COMMON[:5]]
     if model_type == "solar_open":
-        needed.remove("intermediate_size")  # it has no dense layer
+        needed.remove("intermediate_size")  # solar_open has no dense layer
     missing = [name for name in needed if config_json.get(name) is None]
     if missing:
         raise ConfigError(f"config.json: expected the keys {', '.join(missing)}, found none of that name")
@@ -201,7 +201,7 @@ def _read_model(config_json: dict[str, Any]) -> ModelConfig:
     fields |= {
         "vocab_size": config_json["vocab_size"],
         "head_dim": config_json.get("head_dim") or architecture.head_dim,
-        "hidden_dropout": config_json.get("resid_pdrop") or 0.0,  # Phi-3's
+        "hidden_dropout": config_json.get("resid_pdrop") or 0.0,  # key of Phi-3
         **architecture.fixed,
     }
     if architecture.keys:
@@ -243,7 +243,7 @@ def _expert_fields(
 
 
 def _layer_fields(config_json: dict[str, Any]) -> dict[str, Any]:
-    """`first_k_dense_replace` and `decoder_sparse_step` that give `mlp_layer_types`."""
+    """`first_k_dense_replace` and `decoder_sparse_step` that describe the layers in `mlp_layer_types`."""
     layers, kinds = config_json["num_hidden_layers"], config_json.get("mlp_layer_types")
     if not kinds and layers > 1:
         return {"first_k_dense_replace": 1, "decoder_sparse_step": 1}
@@ -260,7 +260,7 @@ def _layer_fields(config_json: dict[str, Any]) -> dict[str, Any]:
 
 
 def _foreign_features(config_json: dict[str, Any]) -> list[str]:
-    """One line per key whose value our decoder cannot compute; of any architecture."""
+    """One line per key, of any architecture, whose value our decoder does not support."""
     model_type, layers = config_json.get("model_type"), config_json.get("num_hidden_layers") or 0
     window = config_json.get("sliding_window", 4096 if model_type == "mistral" else None)
     has_window = model_type in ("mixtral", "mistral", "phi3") or model_type not in HF_ARCHITECTURES
@@ -295,7 +295,7 @@ def _foreign_features(config_json: dict[str, Any]) -> list[str]:
 
 
 def _rope_keys(model: ModelConfig) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` for version 4, mlx-lm and others, `rope_parameters` for version 5."""
+    """`rope_theta` and `rope_scaling` for transformers 4, mlx-lm and others; `rope_parameters` for 5."""
     scaling: dict[str, Any] | None = None
     if model.rope_type != "default":
         scaling = {"rope_type": model.rope_type, "type": model.rope_type, "factor": model.rope_factor}
@@ -307,12 +307,12 @@ def _rope_keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_fields(config_json: dict[str, Any], architecture: HFArchitecture) -> dict[str, Any]:
-    """Fields of ModelConfig from the keys of transformers 5, of version 4 and older ones.
+    """Fields of ModelConfig from the keys of transformers 5, 4 and older versions.
 
-    Missing keys have transformers 5's defaults.
+    Missing keys get the defaults of transformers 5.
 
     Raises:
-        ConfigError: a scaling, or a setting of it, that our decoder lacks.
+        ConfigError: our decoder lacks the scaling or one of its settings.
     """
     rope = config_json.get("rope_scaling") or config_json.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -327,7 +327,7 @@ def _rope_fields(config_json: dict[str, Any], architecture: HFArchitecture) -> d
         config_json.get("partial_rotary_factor", architecture.partial_rotary_factor),
     )
     problems = []
-    types = ("default",) if config_json["model_type"] == "phi3" else _ROPE_TYPES  # its `yarn` is LongRoPE
+    types = ("default",) if config_json["model_type"] == "phi3" else _ROPE_TYPES  # Phi-3's `yarn` is LongRoPE
     if kind not in types:
         problems.append(f"config.json: rope_type: expected one of {', '.join(types)}, found {kind!r}")
     if partial != 1:
@@ -368,7 +368,7 @@ def _rope_factor(value: Any) -> float:
 
 
 def _check_yarn(rope: dict[str, Any], factor: float) -> None:
-    """Raise an error for settings of YaRN other than the paper's, which the decoder uses."""
+    """Raise ConfigError for settings of YaRN other than the paper's: the decoder uses those of the paper."""
     usual = 0.1 * math.log(factor) + 1.0
     found = rope.get("attention_factor")
     mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")

@@ -1,6 +1,6 @@
-"""Writes a weights folder as one GGUF file, with which llama.cpp computes the same token ids and logits.
+"""Writes a weights folder as one GGUF file, from which llama.cpp computes the same token ids and logits.
 
-Only one layer is in memory at a time.
+Memory holds only one layer at a time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _NAMES = {
     "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
     "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
 }
-"""Our name of a tensor inside a layer -> llama.cpp's."""
+"""Our name of a tensor inside a layer -> llama.cpp's name."""
 _OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -69,27 +69,27 @@ _OUTER_NAMES = {
 
 
 class _Entry(NamedTuple):
-    """One tensor of the file: from the tensor `source` of our decoder, or zeros where that is None."""
+    """One tensor of the file, from the tensor `source` of our decoder. If `source` is None, it is zeros."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     source: str | None
     rows: slice
-    """Slice of the second dimension: our gate and up projections are stacked."""
+    """Slice of the source's second dimension, in which our gate and up projections are stacked."""
 
 
 def write_gguf(
     weights: Path, output: Path, dtype: str, *, check: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """Write a GGUF file; on an error `output` stays as it was.
+    """Write a GGUF file. After an error, `output` is unchanged.
 
     Args:
-        weights: A weights folder, ours or transformers', with its tokenizer.
+        weights: A weights folder of this package or of transformers, with a tokenizer.
         output: The file; replaced if it exists.
-        dtype: Type of the matrices: `bf16`, `fp16` or `fp32`. Norms, router and its bias are always fp32, as
-            llama.cpp's own converter writes them.
-        check: Called before `output` is replaced; raises if it must not be.
+        dtype: Type of the matrices: `bf16`, `fp16` or `fp32`. Norms, router and router bias are always fp32,
+            as in files from llama.cpp's own converter.
+        check: Called before `output` is replaced; raises if `output` must not be replaced.
 
     Returns:
         Notes for the user of the file, one line each.
@@ -97,7 +97,7 @@ def write_gguf(
     Raises:
         ConfigError: llama.cpp has no architecture for the model, or the package `gguf` is missing.
         DataError: llama.cpp would tokenize text differently.
-        CheckpointError: broken weights, or a value that does not fit in `dtype`.
+        CheckpointError: the weights are broken, a value does not fit in `dtype`, or writing failed.
     """
     try:
         import gguf
@@ -117,7 +117,7 @@ def write_gguf(
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             writer = gguf.GGUFWriter(temporary, architecture)
-            name = output.stem.encode("utf-8", errors="replace").decode()  # of bytes that are no UTF-8
+            name = output.stem.encode("utf-8", errors="replace").decode()  # the name may be no UTF-8
             _add_metadata(writer, model, architecture, name, _FILE_TYPES[dtype])
             _add_vocabulary(writer, vocabulary)
             _write(writer, entries, _tensors(files, entries, described, model, architecture))
@@ -134,7 +134,7 @@ def write_gguf(
 def _entries(
     described: dict[str, tuple[int, ...]], model: ModelConfig, architecture: str, dtype: torch.dtype
 ) -> list[_Entry]:
-    """Every tensor of the file, layer by layer, from the decoder's shapes."""
+    """All tensors of the file, layer by layer, from the decoder's shapes."""
     entries: list[_Entry] = []
 
     def add(name: str, shape: tuple[int, ...], source: str | None, rows: slice = _ALL) -> None:
@@ -166,7 +166,7 @@ def _tensors(
     model: ModelConfig,
     architecture: str,
 ) -> Iterator[Tensor]:
-    """The tensors of `entries`, in their order, with one layer in memory at a time."""
+    """The tensors of `entries`, in order, with one layer in memory at a time."""
     loaded, state = "", {}
     for entry in entries:
         if entry.source is None:
@@ -189,7 +189,7 @@ def _add_metadata(
     import gguf
 
     writer.add_type("model")
-    writer.add_quantized_by("llm_pretrain")  # by which `export --overwrite` knows a file of its own
+    writer.add_quantized_by("llm_pretrain")  # `export --overwrite` replaces only files with this mark
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -234,7 +234,7 @@ def _write(writer: GGUFWriter, entries: list[_Entry], tensors: Iterator[Tensor])
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in tensors:
-            # numpy has no bf16: its bits are passed as uint16
+            # numpy has no bf16, so the bits are passed as uint16
             bits = tensor.contiguous()
             bits = bits.view(torch.uint16) if bits.dtype == torch.bfloat16 else bits
             writer.write_tensor_data(bits.numpy())
@@ -249,10 +249,10 @@ def _architecture(model: ModelConfig) -> str:
     """llama.cpp's architecture that computes the model.
 
     `qwen3moe` (with QK-norm) and `llama` (Mixtral) have normalised softmax weights, experts in every layer
-    and no shared expert. Everything else is `glm4moe`, whose metadata has a key for each of these.
+    and no shared expert. Other models with experts become `glm4moe`, whose metadata expresses these options.
 
     Raises:
-        ConfigError: llama.cpp has no such architecture; it names the field.
+        ConfigError: llama.cpp has no such architecture; the error names the field.
     """
     if not model.moe_layers:
         return "qwen3" if model.qk_norm else "llama"
@@ -277,9 +277,9 @@ def _architecture(model: ModelConfig) -> str:
 def _missing_in_glm4moe(
     model: ModelConfig, present: Collection[str]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Our names and shapes of the tensors that `glm4moe` requires and the model lacks; written as zeros.
+    """Our names and shapes of tensors that `glm4moe` requires but the model lacks; they are written as zeros.
 
-    These are the router bias and a shared expert.
+    The tensors are the router bias and a shared expert.
     """
     hidden, size = model.hidden_size, model.expert_intermediate_size
     for layer in model.moe_layers:
@@ -293,12 +293,12 @@ def _missing_in_glm4moe(
 
 
 def _has_interleaved_rotary(architecture: str) -> bool:
-    """Whether rotary pairs are neighbouring dimensions (Llama's order) and not half a head apart."""
+    """Whether a rotary pair is two neighbouring dimensions (Llama's order), not half a head apart."""
     return architecture == "llama"
 
 
 def _metadata(model: ModelConfig, architecture: str) -> dict[str, int | float | str | bool]:
-    """llama.cpp's hyperparameters, by key without the architecture's prefix."""
+    """llama.cpp's hyperparameters; keys lack the architecture's prefix."""
     head_dim = model.attention_head_dim
     is_mixtral = architecture == "llama" and bool(model.moe_layers)
     metadata: dict[str, int | float | str | bool] = {
@@ -340,7 +340,7 @@ def _metadata(model: ModelConfig, architecture: str) -> dict[str, int | float | 
 
 
 def _gguf_name(name: str, architecture: str) -> str:
-    """llama.cpp's name of one of our tensors with stacked experts."""
+    """llama.cpp's name of a tensor, from our name; experts are stacked."""
     if name in _OUTER_NAMES:
         return _OUTER_NAMES[name]
     _, _, layer, inner = name.split(".", 3)  # model.layers.LAYER.INNER

@@ -1,7 +1,7 @@
-"""Converts tokenizers of which llama.cpp gives the same token ids to GGUF metadata, and refuses others.
+"""Converts a tokenizer to GGUF metadata if llama.cpp then computes the same token ids; refuses others.
 
-These are SentencePiece BPE with byte fallback, single characters with byte fallback, and byte-level BPE with
-a split pattern that llama.cpp has by name.
+The supported tokenizers are SentencePiece BPE with byte fallback, single characters with byte fallback, and
+byte-level BPE with a split pattern that llama.cpp knows by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PATTERNS = {
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _AFTER_NUMBERS: ("qwen2", False),
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _AFTER_NUMBERS: ("llama-bpe", True),
 }
-"""Split pattern of tokenizer.json -> llama.cpp's name of it, and its `ignore_merges`."""
+"""Split pattern of tokenizer.json -> llama.cpp's name of the pattern, and the value of `ignore_merges`."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Vocabulary:
     Args:
         model: `llama` (SentencePiece BPE) or `gpt2` (byte-level BPE).
         pre: llama.cpp's name of the split pattern.
-        tokens: One per row of the embedding.
+        tokens: The text of each token, one per row of the embedding.
         types: llama.cpp's type of each token.
-        scores: SentencePiece's, which order its merges.
-        merges: Byte-level BPE's, `left right`, in order.
+        scores: SentencePiece's scores, which order the merges; None for byte-level BPE.
+        merges: Merges of byte-level BPE in order, as `left right`; None for SentencePiece.
         special: `bos_token_id`, `eos_token_id` and others -> id.
         adds_bos: Whether llama.cpp adds bos before a text, as the tokenizer does.
-        add_space_prefix: Whether a space is added before a text.
-        chat_template: Jinja, without the tags that only training needs.
-        notes: For the user of the file.
+        add_space_prefix: Whether llama.cpp adds a space before a text.
+        chat_template: Jinja template, without the tags that only training needs.
+        notes: Notes for the user of the file.
     """
 
     model: str
@@ -63,11 +63,11 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     """The tokenizer of a weights folder as GGUF metadata.
 
     Args:
-        folder: With a `tokenizer.json` that the library opens, and `tokenizer.model` for SentencePiece.
+        folder: The weights folder: with `tokenizer.json`, and with `tokenizer.model` for SentencePiece.
         vocab_size: Rows of the embedding; ids without a token become unused tokens.
 
     Raises:
-        DataError: a missing or broken file, or llama.cpp would give other token ids.
+        DataError: a file is missing or broken, or llama.cpp would compute other token ids.
     """
     path = folder / "tokenizer.json"
     spec = read_object(path)
@@ -118,14 +118,14 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
 
 
 def _flat(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-    """The components of a sequence; any other component as a list of one."""
+    """The components of a `Sequence`; any other component becomes a list of one."""
     if part is None:
         return []
     return part[inner] if part["type"] == "Sequence" else [part]
 
 
 def _tokens(spec: dict[str, Any], vocab_size: int, path: Path) -> tuple[list[str], list[int]]:
-    """Text and type of every id; unused ids get a unique text, which llama.cpp requires."""
+    """Text and type of every id; unused ids get unique texts, because llama.cpp requires them."""
     known = {index: (token, _NORMAL) for token, index in spec["model"]["vocab"].items()}
     for entry in spec.get("added_tokens") or []:
         known[entry["id"]] = (entry["content"], _CONTROL if entry.get("special") else _USER_DEFINED)
@@ -139,7 +139,7 @@ def _tokens(spec: dict[str, Any], vocab_size: int, path: Path) -> tuple[list[str
 
 
 def _pattern_name(parts: list[dict[str, Any]], model: dict[str, Any], path: Path) -> str:
-    """llama.cpp's name of the pre-tokenizer; the ids agree only where the pattern is exactly the same."""
+    """llama.cpp's name of the pre-tokenizer; token ids agree only if the patterns are identical."""
     byte_level = parts[-1]
     splits = [part for part in parts if part["type"] != "ByteLevel"]
     name, ignores_merges = "", False
@@ -170,7 +170,7 @@ def _check_normalizer(normalizer: dict[str, Any] | None, path: Path) -> list[str
 
 
 def _space_prefix(normalizer: dict[str, Any] | None, path: Path) -> bool:
-    """Whether a space is added before a text; a normalizer that replaces more than spaces is refused."""
+    """Whether the normalizer adds a space before a text; refuses one that replaces more than spaces."""
     parts = _flat(normalizer, "normalizers")
     replaces = [
         p["type"] == "Replace" and p["pattern"] == {"String": " "} and p["content"] == "▁" for p in parts
@@ -186,7 +186,7 @@ def _space_prefix(normalizer: dict[str, Any] | None, path: Path) -> bool:
 
 
 def _sentencepiece(folder: Path, tokens: list[str], types: list[int]) -> tuple[list[float], list[int]]:
-    """Scores and types from `tokenizer.model`, whose pieces must be those of tokenizer.json."""
+    """Scores and types from `tokenizer.model`; tokenizer.json must have the same pieces."""
     import sentencepiece
 
     path = folder / "tokenizer.model"
@@ -221,7 +221,7 @@ def _single_characters(
 ) -> tuple[list[str], list[int]]:
     """Tokens and types of a tokenizer of single characters, written as SentencePiece BPE without merges.
 
-    llama.cpp replaces a text's spaces by ▁ first, so the token of the space is named ▁.
+    llama.cpp first replaces a text's spaces by ▁, so the token for a space is named ▁.
     """
     normal = [token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL]
     longer = [token for token in normal if len(token) > 1 and not _BYTE_TOKEN.fullmatch(token)]
@@ -237,7 +237,7 @@ def _single_characters(
 
 
 def _first_token(path: Path) -> int | None:
-    """The special token that the tokenizer adds before a text, if any."""
+    """Id of the special token that the tokenizer adds before a text; None if it adds none."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -254,9 +254,9 @@ def _first_token(path: Path) -> int | None:
 
 
 def _special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
-    """Ids of bos, eos, unknown and padding, and of the end of a turn.
+    """Ids of the tokens bos, eos, unknown and padding, and of the end of a turn.
 
-    They are named in tokenizer_config.json, else in special_tokens_map.json.
+    tokenizer_config.json has the names of the tokens, or else special_tokens_map.json.
     """
     files = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
     named = [read_object(file).items() for file in files if file.exists()]

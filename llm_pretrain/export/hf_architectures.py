@@ -1,4 +1,4 @@
-"""The architectures of transformers that our decoder can be written as or read from, and their keys."""
+"""Architectures of transformers that we read as our decoder or write our decoder as, and their keys."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from llm_pretrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class HFArchitecture:
-    """One architecture of transformers: the same function of the same numbers, at most rearranged.
+    """An architecture of transformers that computes what our decoder computes; weights may be rearranged.
 
     Args:
-        class_name: Its class in transformers.
-        keys: For each of our fields its names in `config.json`, and the architecture's default where all are
-            missing (None: the key is required).
-        fixed: Fields of ours whose value the architecture implies.
+        class_name: Name of the class in transformers.
+        keys: Our field -> its names in `config.json`, and the architecture's default if all names are missing
+            (None: the key is required).
+        fixed: Our fields whose values the architecture implies.
         extra: Keys that are always written.
-        lacks: Keys of other architectures that its class does not declare. Readers may take a foreign key for
-            a feature: TRL takes `router_aux_loss_coef` for an auxiliary loss.
-        rope_theta, rms_norm_eps, head_dim, partial_rotary_factor: Its defaults where the keys are missing;
-            a head_dim of None is hidden_size / num_attention_heads, and our partial_rotary_factor always 1.
+        lacks: Keys of other architectures that this class does not declare. They are not written, because a
+            reader may infer a feature from a key: TRL infers an auxiliary loss from `router_aux_loss_coef`.
+        rope_theta, rms_norm_eps, head_dim, partial_rotary_factor: Defaults for missing keys. A head_dim of
+            None means hidden_size / num_attention_heads. Our decoder's partial_rotary_factor is always 1.
     """
 
     class_name: str
@@ -118,7 +118,7 @@ HF_ARCHITECTURES: dict[str, HFArchitecture] = {
             "decoder_sparse_step": (("moe_layer_interval",), 1),
         },
         fixed={"qk_norm": False, "norm_topk_prob": True},
-        # Its lower bound of the sum of weights must not take effect, because our decoder has none.
+        # The lower bound of the sum of weights must not take effect, because our decoder has no such bound.
         extra={"use_bias": False, "moe_norm_min": 1e-30},
         lacks=("sliding_window", "attention_bias", "attention_dropout"),
         rope_theta=5e5,
@@ -134,7 +134,7 @@ HF_ARCHITECTURES: dict[str, HFArchitecture] = {
             "decoder_sparse_step": (("decoder_sparse_step",), 1),
         },
         fixed={"qk_norm": False},
-        extra={"qkv_bias": True},  # version 4 always has biases; they are written as zeros
+        extra={"qkv_bias": True},  # transformers 4 always has biases, so they are written as zeros
         lacks=("attention_bias",),
     ),
     "dots1": HFArchitecture(
@@ -160,26 +160,26 @@ HF_ARCHITECTURES: dict[str, HFArchitecture] = {
     "phi3": HFArchitecture("Phi3ForCausalLM", fixed={"qk_norm": False}, rms_norm_eps=1e-5),
     "smollm3": HFArchitecture("SmolLM3ForCausalLM", fixed={"qk_norm": False}, rope_theta=2e6),
 }
-"""By `model_type`. The last four are read only: what they compute is written as `glm4_moe` or `llama`."""
+"""`model_type` -> architecture. The last four are only read: an export uses `glm4_moe` or `llama` instead."""
 
 LACKING = {
     "qwen2": "biases of query, key and value",
     "olmoe": "norms of query and key over all heads at once",
     "gemma2": "norms after attention and MLP, scaled embeddings",
 }
-"""What other architectures have, without a key in `config.json`, that our decoder lacks."""
+"""`model_type` -> features that our decoder lacks and that have no key in `config.json`."""
 
 MLP_ONLY_LAYERS = frozenset({"qwen3_moe", "qwen2_moe"})
-"""Those that list leading dense layers in `mlp_only_layers`."""
+"""Architectures that list leading dense layers in `mlp_only_layers`."""
 
 MLP_LAYER_TYPES = frozenset({"hy_v3"})
-"""Those that give each layer's kind in `mlp_layer_types`."""
+"""Architectures that list the kind of each layer in `mlp_layer_types`."""
 
 ROUTER_BIAS = frozenset({"glm4_moe", "hy_v3", "ernie4_5_moe", "dots1", "solar_open"})
-"""Those that always have a router bias, which is zeros for a model without one."""
+"""Architectures that always have a router bias; if our model has none, the bias is zeros."""
 
 SHARED_EXPERT = frozenset({"glm4_moe", "qwen2_moe"})
-"""Those that always have a shared expert, which is zeros for a model without one; of the written ones."""
+"""Written architectures that always have a shared expert; if our model has none, the expert is zeros."""
 
 
 CARRIED = frozenset(
@@ -191,25 +191,25 @@ CARRIED = frozenset(
         *("moe_intermediate_size", "norm_topk_prob", "n_shared_experts", "scoring_func"),
         *("routed_scaling_factor", "first_k_dense_replace", "decoder_sparse_step", "router_aux_loss_coef"),
         *("router_bias_update_rate", "router_z_loss_coef", "router_aux_loss_scope"),
-        *("hidden_dropout", "zero_init_residual", "init_from"),  # of training alone
+        *("hidden_dropout", "zero_init_residual", "init_from"),  # affect only training
     }
 )
-"""Fields of the model that the architectures here express, or that change training alone."""
+"""Fields of the model that these architectures can express, or that affect only training."""
 
 GGUF_CARRIED = CARRIED - {"hidden_act"}
-"""Fields that GGUF expresses too: llama.cpp computes SiLU in every architecture that is written."""
+"""Fields that GGUF can express: llama.cpp computes SiLU in every architecture that we write."""
 
 
 def check_carried(model: ModelConfig, target: str, carried: frozenset[str] = CARRIED) -> None:
-    """Stop unless every field of the model that a target has no word for has its neutral value.
+    """Stop if a field that the target cannot express has another value than its neutral value.
 
     Args:
         model: The model.
-        target: Its name.
-        carried: Fields that it has a word for.
+        target: Name of the target, for the error.
+        carried: Fields that the target can express.
 
     Raises:
-        ConfigError: naming the fields.
+        ConfigError: names the fields.
     """
     found = {name: value for name, value in vars(model).items() if name not in carried}
     neutral = neutral_values(type(model))
@@ -224,22 +224,22 @@ def check_carried(model: ModelConfig, target: str, carried: frozenset[str] = CAR
 def scales_down_proj(model: ModelConfig) -> bool:
     """Whether the experts' down projections on disk include `routed_scaling_factor`.
 
-    No architecture with softmax scores has a key for that factor.
+    They include it because no architecture with softmax scores has a key for this factor.
     """
     return model.scoring_func == "softmax" and model.routed_scaling_factor != 1 and bool(model.moe_layers)
 
 
 def match_hf_architecture(model: ModelConfig) -> str:
-    """The `model_type` of the architecture that computes what `model` does.
+    """The `model_type` of the architecture that computes what `model` computes.
 
     Raises:
-        ConfigError: no architecture does; it names the fields.
+        ConfigError: no architecture computes it; the error names the fields.
     """
     check_carried(model, "no architecture of transformers here")
     if not model.moe_layers:
         if model.qk_norm:
             return "qwen3"
-        # transformers' Llama refuses a hidden size that is no multiple of its heads, even with a head_dim
+        # transformers' Llama requires a hidden size that is a multiple of the heads, even with a head_dim
         return "llama" if model.hidden_size % model.num_attention_heads == 0 else "mistral"
     if model.scoring_func == "sigmoid":
         return _match_sigmoid_architecture(model)

@@ -1,6 +1,6 @@
-"""Reads weights folders, ours and transformers', and converts between our tensors and their layouts on disk.
+"""Reads weights folders of this package and of transformers, and converts tensors from and to disk layouts.
 
-Ours have stacked experts and common names; each architecture has its own.
+In memory, experts are stacked and all architectures share names. On disk, layouts differ by architecture.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class TensorFiles:
     """Opens a weights folder's safetensors file, or the shards in its index, to read one tensor at a time.
 
-    A context manager. Attributes: `folder`; `names` of all tensors, in the files' order; `parts`: the same by
-    `part_of`.
+    A context manager. Attributes: `folder`; `names`, the names of all tensors in the files' order; `parts`,
+    the names grouped by `part_of`.
 
     Raises:
-        CheckpointError: a file is missing or broken, or the folder has a single file and an index of others.
+        CheckpointError: a file is missing or broken, or the folder has a single file and an index of shards.
     """
 
     def __init__(self, folder: Path):
@@ -78,9 +78,9 @@ class TensorFiles:
         from safetensors import SafetensorError, safe_open
 
         try:
-            open_plain(path).close()  # safetensors would wait for a pipe
+            open_plain(path).close()  # raises for a pipe, on which safetensors would wait
             return self._stack.enter_context(safe_open(str(path), "pt"))
-        except (OSError, ValueError, SafetensorError) as error:  # ValueError: no name of a file
+        except (OSError, ValueError, SafetensorError) as error:  # ValueError: an invalid file name
             self._stack.close()
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{path}: expected a safetensors file, found: {reason}") from error
@@ -92,10 +92,10 @@ class TensorFiles:
         self._stack.close()
 
     def check_size(self, config: ModelConfig) -> None:
-        """Check vocabulary and number of layers, before anything of the size that config.json says is made.
+        """Check vocabulary and number of layers, before anything as large as config.json says is allocated.
 
         Raises:
-            CheckpointError: the files have another vocabulary, or fewer tensors than that many layers.
+            CheckpointError: the files have another vocabulary, or fewer tensors than config.json has layers.
         """
         name, expected = "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
         found = tuple(self._file_of[name].get_slice(name).get_shape()) if name in self._file_of else None
@@ -116,8 +116,8 @@ class TensorFiles:
         """A tensor on the CPU.
 
         Raises:
-            CheckpointError: it has another type than `_DTYPES`, as quantised weights have, which mean nothing
-                without their scales.
+            CheckpointError: the type is not in `_DTYPES`, for example because weights are quantised: those
+                mean nothing without their scales.
         """
         tensor = self._file_of[name].get_tensor(name)
         if tensor.dtype not in _DTYPES:
@@ -131,15 +131,15 @@ class TensorFiles:
     def read_part(
         self, part: str, model: ModelConfig, described: Mapping[str, tuple[int, ...]]
     ) -> dict[str, Tensor]:
-        """The tensors of a part under the decoder's names.
+        """The tensors of a part, under the decoder's names.
 
         Args:
-            part: One of those of `part_of`.
+            part: A result of `part_of`.
             model: The decoder's shape.
-            described: Name and shape of all of the decoder's tensors.
+            described: Name and shape of all tensors of the decoder.
 
         Raises:
-            CheckpointError: as `from_huggingface`; they are not those described, or a value is not finite.
+            CheckpointError: other tensors than described, or a value is not finite; see `from_huggingface`.
         """
         tensors = {name: self.read(name) for name in self.parts.get(part, [])}
         state = from_huggingface(tensors, model, names=self.names)
@@ -149,35 +149,35 @@ class TensorFiles:
 
 
 def part_of(name: str) -> str:
-    """`layers.3` for a tensor of that layer, `outer` for the tensors outside the layers."""
+    """The part of a tensor: `layers.3` for a tensor of layer 3, `outer` for tensors outside the layers."""
     match = re.match(r"model\.(layers\.\d+)\.", name)
     return match[1] if match else "outer"
 
 
 _CHECKED_ELEMENTS = 1 << 20
-"""Looked at together, because `isfinite` makes copies of what it looks at."""
+"""Elements to check at a time, because `isfinite` makes copies of them."""
 
 
 def disk_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type of a tensor on disk: `dtype` if it is floating, else its own.
+    """The type of a tensor on disk: `dtype` for a floating tensor, else the tensor's own type.
 
-    The router bias stays in fp32, because its updates are smaller than the rounding of a lower precision.
+    The router bias stays in fp32, because its updates are smaller than a rounding error in lower precision.
 
     Args:
-        name: On disk.
-        tensor: Ours.
-        dtype: Type of floating tensors.
+        name: The tensor's name on disk.
+        tensor: The tensor in memory.
+        dtype: Type of floating tensors on disk.
     """
     is_bias = name.endswith(("e_score_correction_bias", "expert_bias"))
     return dtype if tensor.is_floating_point() and not is_bias else tensor.dtype
 
 
 def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy on the CPU of a tensor on disk, or of a part of it, in its `disk_dtype`.
+    """Copy a tensor, or a part of it, to the CPU in its `disk_dtype`.
 
     Raises:
         CheckpointError: a value becomes infinite.
-        DivergedError: a value was not finite before.
+        DivergedError: a value is not finite before the conversion.
     """
     dtype = disk_dtype(name, tensor, dtype)
     cast = tensor.detach().to("cpu", dtype, copy=True).contiguous()
@@ -197,11 +197,11 @@ def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_huggingface(state: Mapping[str, Tensor], model: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of `model.safetensors`, on the CPU, none sharing memory.
+    """The tensors of `model.safetensors`, on the CPU, without shared memory.
 
-    Experts are separate tensors (transformers stacks them when it loads; other readers cannot read stacked
-    ones), a tied head is left out, floating tensors are cast and others are unchanged. Names and layout are
-    those of the architecture that `match_hf_architecture` returns; where there is none, our own.
+    Experts are separate tensors: transformers stacks them when loading, and other readers cannot read stacked
+    experts. A tied head is left out. Floating tensors are cast, others are unchanged. Names and layout follow
+    the architecture from `match_hf_architecture`; without an architecture, they are our own.
 
     Args:
         state: `Decoder.state_dict()`.
@@ -217,7 +217,7 @@ def to_huggingface(state: Mapping[str, Tensor], model: ModelConfig, dtype: torch
 
 
 def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:
-    """A weights folder's `config.json`, or another JSON file; CheckpointError if it is missing or broken."""
+    """The JSON object in a weights folder's config; CheckpointError if the file is missing or broken."""
     path = Path(folder) / name
     if not path.exists():
         raise CheckpointError(
@@ -235,20 +235,20 @@ def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]
 
 
 def load_pretrained(folder: str | Path) -> Decoder:
-    """Load a weights folder, ours or transformers', as a decoder in fp32 on the CPU, in training mode.
+    """Load a weights folder as a decoder in fp32 on the CPU, in training mode.
 
     Args:
-        folder: With `config.json` and `model.safetensors` (or its shards and their index).
+        folder: A folder of this package or of transformers, with `config.json` and `model.safetensors` (or
+            shards and their index).
 
     Raises:
-        CheckpointError: a file is missing or broken, the tensors do not match the config, or a value is not
-            finite.
-        ConfigError: an architecture that our decoder cannot compute.
+        CheckpointError: a file is missing or broken, tensors do not fit the config, or a value is not finite.
+        ConfigError: our decoder does not support the architecture.
     """
     folder = Path(folder)
     config = model_config_from_huggingface(read_config(folder))
     state: dict[str, Tensor] = {}
-    for part in read_parts(folder, config):  # all of them before a model of the size that config.json says
+    for part in read_parts(folder, config):  # read all before allocating a model as config.json says
         state |= part
     model = Decoder(config)
     model.load_state_dict(state, strict=True)
@@ -256,11 +256,11 @@ def load_pretrained(folder: str | Path) -> Decoder:
 
 
 def read_parts(folder: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
-    """The decoder's tensors from a weights folder, first those outside the layers, then layer by layer.
+    """The decoder's tensors from a weights folder: first the tensors outside the layers, then each layer's.
 
     Args:
-        folder: Ours or transformers'.
-        config: As its `config.json` says.
+        folder: A weights folder of this package or of transformers.
+        config: The configuration that the folder's `config.json` describes.
 
     Raises:
         CheckpointError: a file is missing or broken, the tensors do not match the config, or a value is not
@@ -274,13 +274,13 @@ def read_parts(folder: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]
 
 
 def described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the decoder's tensors, made without memory."""
+    """Name and shape of the decoder's tensors, from the meta device, which takes no memory."""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
 
 
 def _check_tensors(folder: Path, state: dict[str, Tensor], described: dict[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError if the tensors have other names or shapes, or a value that is not finite."""
+    """Raise CheckpointError if names or shapes differ from `described`, or a value is not finite."""
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if differing := [name for name in found | described if described.get(name) != found.get(name)]:
         name = differing[0]
@@ -291,7 +291,7 @@ def _check_tensors(folder: Path, state: dict[str, Tensor], described: dict[str, 
     for name, tensor in state.items():
         finite = (
             tensor.float() if tensor.dtype == torch.float64 else tensor
-        ).isfinite()  # of fp32, as it is loaded
+        ).isfinite()  # in fp32, the type after loading
         if not bool(finite.all()):
             value = tensor[~finite][0].item()
             raise CheckpointError(f"{folder}: expected finite fp32 values in {name}, found {value}")
@@ -313,7 +313,7 @@ _RENAMES = {
         (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp."),
     ),
 }
-"""From the common names to an architecture's, as in the published checkpoints."""
+"""`model_type` -> patterns that turn common names into the architecture's, as in published checkpoints."""
 _COMMON_NAMES = (
     (r"\.block_sparse_moe\.", ".mlp."),
     (r"(experts\.\d+)\.w1\.", r"\1.gate_proj."),
@@ -324,7 +324,7 @@ _COMMON_NAMES = (
     (r"\.mlp\.(expert_bias|e_score_correction_bias)$", _BIAS),
     (r"\.mlp\.(shared_mlp|shared_expert)\.", ".mlp.shared_experts."),
 )
-"""From any architecture's names to the common ones."""
+"""Patterns that turn the names of any architecture into the common names."""
 _ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.weight$")
 _QKV_BIAS = re.compile(r"\.self_attn\.[qkv]_proj\.bias$")
 _EXPERT_DOWN = re.compile(r"\.experts\.(\d+\.)?down_proj(\.weight)?$")
@@ -335,16 +335,16 @@ _SHARED_IN = (".mlp.shared_experts.gate_proj.weight", ".mlp.shared_experts.up_pr
 
 @dataclass(frozen=True)
 class DiskTensor:
-    """A tensor on disk: elements of one of ours that lie together, at most multiplied or with rows reordered.
+    """A tensor on disk: adjacent elements of one of our tensors, possibly multiplied or with reordered rows.
 
-    So a part of ours, wherever it was cut, is written without the rest.
+    So a rank can write any part of our tensor without the other parts.
 
     Args:
-        name, shape: On disk.
+        name, shape: Name and shape on disk.
         source: The name of our tensor.
-        begin: Its first element.
-        factor: Factor on the values; 0 for zeros, of which `source` gives only the type.
-        head_dim: Rows of a head that are interleaved, as `interleave_heads` does; 0 for none.
+        begin: The first element in our tensor.
+        factor: Factor on the values; 0 for zeros, which take only their type from `source`.
+        head_dim: Rows of a head, if rows are reordered as in `interleave_heads`; 0 if not.
     """
 
     name: str
@@ -360,7 +360,7 @@ class DiskTensor:
         return math.prod(self.shape)
 
     def of(self, source: Tensor) -> Tensor:
-        """Its values from the whole of `source`, whose memory it may share."""
+        """The values on disk, from the whole tensor `source`; they may share its memory."""
         if self.factor == 0:
             return source.new_zeros(self.shape)
         values = source.reshape(-1)[self.begin : self.begin + self.elements].view(self.shape)
@@ -369,8 +369,8 @@ class DiskTensor:
         return values if self.factor == 1 else values * self.factor
 
     def parts(self, values: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
-        """What it has of `values`, the source's elements from `start` on: vectors that lie together on disk,
-        not yet multiplied, and the place in this tensor where each begins."""
+        """The elements of this tensor in `values`, the source's elements from `start` on: vectors of adjacent
+        elements on disk, not yet multiplied, and the index in this tensor where each vector begins."""
         first, last = max(start, self.begin), min(start + len(values), self.begin + self.elements)
         while first < last and self.factor:
             size, place = last - first, first - self.begin
@@ -394,7 +394,7 @@ class DiskTensor:
 def disk_layout(shapes: Mapping[str, Sequence[int]], model: ModelConfig) -> Iterator[DiskTensor]:
     """The tensors on disk, in the layout of the model's architecture: separate experts, no tied head.
 
-    A model without an architecture in transformers keeps the common names and values.
+    If transformers has no architecture for the model, tensors keep the common names and values.
 
     Args:
         shapes: Shapes of our tensors, by name.
@@ -407,7 +407,7 @@ def disk_layout(shapes: Mapping[str, Sequence[int]], model: ModelConfig) -> Iter
 
 
 def model_type_of(model: ModelConfig) -> str | None:
-    """`model_type` of the folder's config.json; None where only this package opens the weights."""
+    """`model_type` in the exported config.json; None if only this package can open the weights."""
     try:
         return match_hf_architecture(model)
     except ConfigError:
@@ -444,14 +444,14 @@ def _unstacked(shapes: Mapping[str, Sequence[int]], model: ModelConfig) -> Itera
 def _rearranged(
     tensors: Iterable[DiskTensor], model: ModelConfig, model_type: str | None
 ) -> Iterator[DiskTensor]:
-    """The values and additional tensors of an architecture.
+    """Adapt values to an architecture, and add its additional tensors.
 
-    - No architecture has a factor on softmax weights: the experts' down projections are multiplied by it
+    - No architecture has a factor on softmax weights, so the experts' down projections are multiplied by it
       (`from_huggingface` divides them again; see `scales_down_proj`).
     - Ernie 4.5 rotates neighbouring dimensions, so the rows of a head's query and key are interleaved.
-    - Qwen2-MoE multiplies its shared expert by a sigmoid gate: a gate of zeros halves the output, so the down
-      projection is doubled (both exact in every type). Its attention has biases: zeros.
-    - Architectures with a router bias always have one, and some always have a shared expert: zeros. (A shared
+    - Qwen2-MoE multiplies its shared expert by a sigmoid gate. A gate of zeros halves the output, so the down
+      projection is doubled (both are exact in every type). The biases of its attention are zeros.
+    - Some architectures always have a router bias or a shared expert; missing ones become zeros. (A shared
       expert of width 0 works in transformers, but not in every reader's kernels.)
     """
     factor = model.routed_scaling_factor if model_type and scales_down_proj(model) else 1.0
@@ -476,7 +476,7 @@ def _rearranged(
 
 
 def _added(layer: str, model: ModelConfig, model_type: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Tensors of zeros of a MoE layer that the architecture has and our decoder does not."""
+    """Name and shape of tensors in a MoE layer that the architecture has and our decoder lacks."""
     hidden, size = model.hidden_size, model.expert_intermediate_size
     if model_type in ROUTER_BIAS and model.router_bias_update_rate == 0:
         yield f"{layer}{_BIAS}", (1,) * (model_type == "ernie4_5_moe") + (model.num_experts,)
@@ -502,16 +502,16 @@ def from_huggingface(
 ) -> dict[str, Tensor]:
     """A state for `Decoder.load_state_dict(strict=True)`, from stacked or separate experts.
 
-    The architecture is recognised by tensor names that no other has.
+    The function recognises an architecture by tensor names that no other architecture has.
 
     Args:
         state: Tensors of whole layers, in any architecture's layout.
-        model: The decoder's shape, as `model_config_from_huggingface` reads it from the `config.json`.
-        names: Names of all tensors of the weights, where `state` is only a part of them.
+        model: The decoder's shape, from `model_config_from_huggingface` of the `config.json`.
+        names: Names of all tensors of the weights, if `state` has only a part of them.
 
     Raises:
-        CheckpointError: an expert is missing, a tensor that our decoder lacks is not zero, or a tied head is
-            not the embedding.
+        CheckpointError: an expert is missing, a tensor that our decoder lacks is not zero, or a tied head
+            differs from the embedding.
     """
     names = list(state if names is None else names)
     is_ernie = any(".moe_statics." in name for name in names)
@@ -520,10 +520,10 @@ def from_huggingface(
     result: dict[str, Tensor] = {}
     for disk_name, tensor in _unfused(state, model):
         if _layer(disk_name) >= model.num_hidden_layers or disk_name.endswith("rotary_emb.inv_freq"):
-            continue  # layers of multi-token prediction; a table in old files
+            continue  # a layer of multi-token prediction, or a table in old files
         name = _renamed(disk_name, _COMMON_NAMES)
         if name.endswith(_SHARED_IN) and model.n_shared_experts == 0:
-            continue  # the down projection is zeros
+            continue  # has no effect, since the down projection is zeros
         if _must_be_zero(name, model):
             _refuse_nonzero(disk_name, tensor)
         elif is_ernie and _ROTATED.search(name):
@@ -546,7 +546,7 @@ def from_huggingface(
 
 
 def _refuse_other_head(head: Tensor | None, embedding: Tensor) -> None:
-    """Refuse a head beside a tied embedding that has other values, which transformers would not tie."""
+    """Refuse a tied head with other values than the embedding: transformers would not tie them."""
     if head is not None and (head.shape != embedding.shape or not bool((head == embedding).all())):
         raise CheckpointError(
             "lm_head.weight: expected the values of model.embed_tokens.weight, since config.json says "
@@ -555,7 +555,7 @@ def _refuse_other_head(head: Tensor | None, embedding: Tensor) -> None:
 
 
 def _unfused(state: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """`state` with the projections that Phi-3 keeps in one tensor as separate ones."""
+    """`state`, with Phi-3's fused projections split into separate tensors."""
     heads = (model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads)
     rows_of = {
         "qkv_proj": {f"{x}_proj": n * model.attention_head_dim for x, n in zip("qkv", heads, strict=True)},
@@ -572,7 +572,7 @@ def _unfused(state: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[
 
 
 def _must_be_zero(name: str, model: ModelConfig) -> bool:
-    """Whether our decoder lacks this tensor, so that it must be zero."""
+    """Whether our decoder lacks this tensor, which must then be zero."""
     if name.endswith(_BIAS):
         return model.router_bias_update_rate == 0
     if name.endswith(_SHARED_DOWN):
@@ -594,7 +594,7 @@ def _refuse_nonzero(name: str, tensor: Tensor) -> None:
 
 
 def _stacked(state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """`state` with separate experts stacked."""
+    """`state`, with the separate experts stacked."""
     result: dict[str, Tensor] = {}
     per_expert: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name, tensor in state.items():
@@ -620,15 +620,15 @@ _ENDS_OF_TURN = (
     *("<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|eot|>", "<|end|>", "<|endofturn|>", "[|endofturn|]"),
     *("<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|endofresponse|>", "<｜end▁of▁sentence｜>"),
 )
-"""Tokens at the end of a chat turn: of ChatML, Gemma, Llama 3 and 4, Phi, EXAONE, Cohere, dots and others."""
+"""Tokens that end a chat turn in ChatML, Gemma, Llama 3 and 4, Phi, EXAONE, Cohere, dots and others."""
 
 
 def end_of_turn_id(folder: Path) -> int | None:
-    """Id of the special token that ends a chat turn; None for a tokenizer without one.
+    """Id of the special token that ends a chat turn; None if the tokenizer has no such token.
 
-    Of several known ones, it is the one that stands last in the chat template, or the first of all
-    (`_ENDS_OF_TURN`) where there is no template or it names none. Added tokens that are not special do not
-    count.
+    Of several tokens of `_ENDS_OF_TURN`, the token whose last occurrence in the chat template is the latest
+    counts. If there is no template, or it has none of them, the first token counts. Added tokens that are not
+    special are ignored.
 
     Raises:
         DataError: a file of the tokenizer is missing or broken.
@@ -637,14 +637,14 @@ def end_of_turn_id(folder: Path) -> int | None:
     ids = {entry["content"]: entry["id"] for entry in added if entry.get("special")}
     template = chat_template(folder) or ""
     if "<|return|>" in ids and (not template or "<|return|>" in template):
-        return ids["<|return|>"]  # gpt-oss's, where <|end|> ends the thoughts before the answer too
+        return ids["<|return|>"]  # in gpt-oss, <|end|> also ends the thoughts before the answer
     return ids.get(max((name for name in _ENDS_OF_TURN if name in ids), key=template.rfind, default=""))
 
 
 def chat_template(folder: Path) -> str | None:
-    """The template with transformers' `{% generation %}`, which llama.cpp lacks, replaced by `{% if true %}`.
+    """The chat template; `{% if true %}` replaces transformers' `{% generation %}`, which llama.cpp lacks.
 
-    Both trim the same white space.
+    Both tags trim the same white space.
     """
     file = folder / "chat_template.jinja"
     if file.exists():

@@ -1,5 +1,5 @@
-"""Reads configurations of others: a Hugging Face folder's config.json, MiniMind's options (of its
-train_pretrain.py, github.com/jingyaogong/minimind, older and newer ones).
+"""Reads configurations of other programs: config.json of a Hugging Face folder, and old and new options of
+MiniMind's train_pretrain.py (github.com/jingyaogong/minimind).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ImportedConfig:
 
     Args:
         origin: Source of the settings, for the file's first line.
-        settings: Section to field to value.
-        notes: What was not carried over or was assumed; comments at the top of the file.
+        settings: Section -> field -> value.
+        notes: What was not carried over, and what was assumed; they become comments at the top of the file.
         commands: Commands that prepare the data.
-        remarks: Comments behind single settings, by `section.field`.
-        last_note: The most important note: last in the file's comments and on the console.
+        remarks: `section.field` -> comment behind the setting.
+        last_note: The most important note, which comes last in the file's comments and on the console.
     """
 
     origin: str
@@ -55,7 +55,7 @@ class ImportedConfig:
         self.notes.append(f"not carried over: {text}")
 
     def check(self) -> ImportedConfig:
-        """Note contradictions in the result; ConfigError for a value of a wrong type."""
+        """Note contradictions in the result; raises ConfigError for a value of a wrong type."""
         try:
             config = from_dict(self.settings)
         except ConfigError as error:
@@ -65,7 +65,7 @@ class ImportedConfig:
         return self
 
     def text(self) -> str:
-        """The YAML file."""
+        """The text of the YAML file."""
         lines = [f"Read from {self.origin} by `llm-pretrain configs`."]
         lines += self.notes + ([self.last_note] if self.last_note else [])
         comment = "".join(
@@ -101,14 +101,14 @@ _SCALING_SETTINGS = ("rope_type", "rope_factor", "original_max_position_embeddin
 
 
 def from_pretrained(folder: str) -> ImportedConfig:
-    """The `model` section of a folder's config.json, for `model.init_from: FOLDER` where it has weights.
+    """The `model` section from a folder's config.json, to use with `model.init_from: FOLDER` for its weights.
 
-    For a dense model it leaves the expert settings out, so that it can be combined with a configuration
-    with experts, which is then upcycled.
+    The section of a dense model has no expert settings. So it can be combined with a configuration that has
+    experts; the dense weights are then upcycled.
 
     Raises:
-        ConfigError: an architecture that our decoder lacks.
-        CheckpointError: no config.json, or a broken one.
+        ConfigError: our decoder lacks the architecture.
+        CheckpointError: config.json is missing or broken.
     """
     try:
         model = model_config_from_huggingface(read_config(folder))
@@ -133,7 +133,7 @@ def from_pretrained(folder: str) -> ImportedConfig:
 
 _OLD_NAMES = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "out_dir": "save_dir"}
 _ONLY_OLD = {"dim", "n_layers", "out_dir", "warmup_iters", "ddp", "local_rank"}
-"""Options of MiniMind 2 from February to October 2025; the later ones are also MiniMind 3's."""
+"""Options of MiniMind 2 from February to October 2025. Later options are also options of MiniMind 3."""
 _FLAGS = {"use_wandb", "ddp"}
 """Options without a value."""
 _DEFAULTS: dict[str, Any] = {
@@ -151,7 +151,7 @@ _COUNTS = {
     **{"num_processes": "all", "nproc_per_node": "of each machine", "num_gpus": "of each machine"},
     **{"nnodes": "machines", "num_nodes": "machines"},
 }
-"""Which processes an option of `accelerate launch`, torchrun or deepspeed counts."""
+"""Launcher option (accelerate, torchrun or deepspeed) -> what it counts."""
 _NOT_CARRIED_OVER = {
     "save_dir": "weights go to the run's own folder, see run.output_dir",
     "device": "the launcher and the machine decide",
@@ -166,19 +166,19 @@ _NOT_CARRIED_OVER = {
 
 
 _IGNORED = {("from_weight", "none"), ("from_resume", "0"), ("use_compile", "0")}
-"""Default values, which need no note."""
+"""Options at their default values, which need no note."""
 
 
 def from_minimind(text: str, version: int | None = None) -> ImportedConfig:
-    """A whole configuration from a command line of MiniMind's pretraining.
+    """A complete configuration from a command line of MiniMind's pretraining.
 
     Args:
-        text: Its options, with or without the command before them.
-        version: 2 (MiniMind2, 2025) or 3 (minimind-3, 2026): the defaults and the architecture. Default:
-            2 if an option is given that only version 2 has, else 3.
+        text: The options, with or without the command before them.
+        version: 2 (MiniMind2, 2025) or 3 (minimind-3, 2026); decides defaults and architecture. Default: 2
+            if `text` has an option that only version 2 has, else 3.
 
     Raises:
-        ConfigError: an option with a wrong value.
+        ConfigError: an option has a wrong value.
     """
     given, processes, unknown = _split(text)
     assumed = 2 if _ONLY_OLD & given.keys() else 3
@@ -220,7 +220,7 @@ def _split(text: str) -> tuple[dict[str, str], int, list[str]]:
         name, _, value = word.replace("-", "_").removeprefix("__").partition("=")
         if kind := _COUNTS.get(name):
             count = value or launcher[min(i + 1, len(launcher) - 1)]
-            counts[kind] = _number(int, name, count.rpartition(":")[2])  # of torchrun's MIN:MAX the larger
+            counts[kind] = _number(int, name, count.rpartition(":")[2])  # MAX of torchrun's MIN:MAX
     processes = counts.get("all") or counts.get("of each machine", 1) * counts.get("machines", 1)
     known = {*_NEW_DEFAULTS, *_NOT_CARRIED_OVER, *_OLD_NAMES, *_FLAGS}
     given: dict[str, str] = {}
@@ -249,7 +249,7 @@ def _number(kind: Callable[[str], Any], name: str, value: Any) -> Any:
 
 
 def _model(result: ImportedConfig, values: dict[str, Any], version: int, is_old: bool) -> None:
-    """Shape of the model; what no option sets is fixed in MiniMind's MiniMindConfig."""
+    """Set the model's shape; MiniMind's class MiniMindConfig fixes the values that no option sets."""
     hidden, layers = (_number(int, name, values[name]) for name in ("hidden_size", "num_hidden_layers"))
     experts = str(values["use_moe"]).lower() not in ("0", "false", "")
     if version == 2:
@@ -302,7 +302,7 @@ def _training(result: ImportedConfig, values: dict[str, Any], processes: int, is
             "training.global_batch_size": total,
             "training.max_grad_norm": clip,
             "optimizer.learning_rate": rate + rate / 10 if is_old else rate,
-            "optimizer.weight_decay": 0.01,  # these two: torch's AdamW, as there
+            "optimizer.weight_decay": 0.01,  # this and beta2: defaults of torch's AdamW, as in MiniMind
             "optimizer.adam_beta2": 0.999,
             "schedule.name": "cosine",
             "schedule.min_learning_rate": rate / 10,
@@ -324,7 +324,7 @@ def _training(result: ImportedConfig, values: dict[str, Any], processes: int, is
 
 
 def _data(result: ImportedConfig, corpus: str) -> None:
-    """Train on a store of the corpus, and add the commands that write it and its tokenizer."""
+    """Set a token store of the corpus as the data, and add commands that write store and tokenizer."""
     name = file_name(Path(corpus).stem)
     tokenizer, store = f"data/tokenizers/{name}", f"data/stores/{name}"
     for words in (
@@ -336,7 +336,7 @@ def _data(result: ImportedConfig, corpus: str) -> None:
 
 
 def _set_max_steps(result: ImportedConfig, corpus: str, epochs: int, global_batch_size: int) -> None:
-    """Convert epochs to steps, if the corpus exists and its documents can be counted."""
+    """Convert epochs to steps if the corpus exists, by counting its documents."""
     if not Path(corpus).is_file():
         steps = Config().training.max_steps
         result.set({"training.max_steps": steps})

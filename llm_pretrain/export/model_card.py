@@ -1,4 +1,4 @@
-"""Writes the model card, a weights folder's README.md; it does not depend on launcher or machine."""
+"""Writes the model card, README.md in a weights folder. It does not depend on launcher or machine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ModelCardSource:
     """One source of the training data.
 
     Args:
-        label: Its name in metrics.
-        samples: Number of samples drawn from it so far.
+        label: The source's name in metrics.
+        samples: Number of samples drawn from the source so far.
         documents: Number of training documents.
         tokens: Number of training tokens in one epoch.
     """
@@ -37,19 +37,19 @@ class ModelCardSource:
 
 @dataclass(frozen=True)
 class ModelCardData:
-    """The content of a card.
+    """The content of a model card.
 
     Args:
         config: The run's resolved configuration.
         step: Optimizer steps done.
         tokens_seen: Loss tokens of all steps so far.
         sources: The sources of the training data.
-        tokenizer_size: Number of the tokenizer's tokens.
-        tokenizer_hash: SHA-256 of its tokenizer.json.
+        tokenizer_size: Number of tokens in the tokenizer.
+        tokenizer_hash: SHA-256 of the tokenizer.json.
         has_chat_template: Whether the tokenizer has a chat template.
         world_size: Number of processes of the last attempt.
         versions: Versions of the libraries.
-        evaluation: Metrics `eval/…` of the last evaluation; empty where there was none.
+        evaluation: Metrics `eval/…` of the last evaluation; empty if there was none.
         evaluation_step: Step of that evaluation.
         is_best: Whether these weights have the lowest evaluation loss so far.
     """
@@ -69,7 +69,7 @@ class ModelCardData:
 
 
 def model_card(data: ModelCardData) -> str:
-    """The card as Markdown with the front matter that hubs read; the owner chooses the license."""
+    """The card as Markdown, with the front matter that hubs read. The owner must choose the license."""
     model_type = model_type_of(data.config.model)
     parts = [
         _front_matter(model_type),
@@ -204,14 +204,14 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _settings(config: Config) -> Config:
-    """The configuration without the run's folder and the checkpoint from which an attempt resumed."""
+    """The configuration without the run's folder and without the checkpoint that an attempt resumed from."""
     run = dataclasses.replace(config.run, output_dir=None)
     checkpoint = dataclasses.replace(config.checkpoint, resume="auto")
     return _portable(dataclasses.replace(config, run=run, checkpoint=checkpoint))
 
 
 def _portable(value: Any) -> Any:
-    """The configuration with absolute paths cut down to their last part."""
+    """The configuration with absolute paths shortened to their last part."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changes = {
             each.name: _portable(getattr(value, each.name))

@@ -1,4 +1,4 @@
-"""Warnings about a file of Accelerate's settings."""
+"""Warnings about an Accelerate configuration file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llm_pretrain.launch.jobs import Machine
 
 
 def read_accelerate_file(path: Path) -> tuple[dict[str, Any], str]:
-    """Settings and text of Accelerate's file; ConfigError in one line if it is no YAML or no mapping."""
+    """Settings and text of Accelerate's file; ConfigError if it cannot be read or is no YAML mapping."""
     from llm_pretrain.config.yaml_text import YamlError, read_settings_text, read_yaml
 
     try:
@@ -55,13 +55,13 @@ _ACCUMULATION_KEYS = {"gradient_accumulation_steps", "gradient_accumulation_plug
 def accelerate_surprises(
     settings: Mapping[str, Any], text: str, machine: Machine, config: Config | None
 ) -> Iterator[str]:
-    """Warnings about a file, one line each: `what would happen; do how to fix it`.
+    """Warnings about a file, one line each, in the form `what would happen; do how to fix it`.
 
     Args:
         settings: Content of the file.
-        text: Text of the file; some mistakes show only in its spelling.
+        text: Text of the file; some mistakes show only in the spelling.
         machine: Machine of the launch.
-        config: Configuration of the run, where it is known.
+        config: Configuration of the run; None if it is not known.
     """
     yield from _spelling(settings, text)
     yield from _processes(settings, machine)
@@ -82,7 +82,7 @@ def accelerate_surprises(
 
 
 def _variables(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that `accelerate launch` sets for the script by a file."""
+    """The environment variables that `accelerate launch` derives from the file and sets for the script."""
     kind, count = _kind(settings), _count(settings) or 1
     backend = _section(settings, "dynamo_config").get("dynamo_backend") or settings.get("dynamo_backend")
     found = {
@@ -104,7 +104,7 @@ def _variables(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section of a file; empty where it is none."""
+    """A section of a file; empty if the section is missing or no mapping."""
     found = settings.get(name)
     return {str(key): value for key, value in found.items()} if isinstance(found, Mapping) else {}
 
@@ -135,7 +135,7 @@ def _count(settings: Mapping[str, Any]) -> int | None:
 
 
 def _processes(settings: Mapping[str, Any], machine: Machine) -> Iterator[str]:
-    """Number of processes that the file really starts (accelerate#2741)."""
+    """Warnings about the number of processes that the file really starts (accelerate#2741)."""
     kind, count = _kind(settings), _count(settings)
     on_cpu = machine.gpus == 0
     works = "distributed_type: MULTI_GPU with use_cpu: true, as configs/accelerate/cpu2.yaml does"

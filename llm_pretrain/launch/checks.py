@@ -18,17 +18,17 @@ from llm_pretrain.errors import ConfigError
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _UNSUPPORTED_ZERO = ("offload_optimizer_device", "offload_param_device", "deepspeed_config_file")
-"""Accelerate's settings for DeepSpeed that no field of the configuration corresponds to."""
+"""Accelerate's DeepSpeed settings that correspond to no field of the configuration."""
 _WRITTEN_BY_ACCELERATE = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
 def check_environment() -> None:
-    """Stop when only some of a launcher's variables are set, as when they are set by hand.
+    """Stop if only some of a launcher's environment variables are set, for example by hand.
 
-    With some of them missing, one of several processes would train alone, or wait forever for the others.
+    If some are missing, a process may train without its peers, or wait for them forever.
 
     Raises:
-        ConfigError: naming the variables that are missing or not a number.
+        ConfigError: names the variables that are missing or no number.
     """
     _check_elastic()
     _check_number("WORLD_SIZE", 1, None)
@@ -48,7 +48,7 @@ def check_environment() -> None:
 
 
 def _check_number(name: str, low: int, high: int | None, meaning: str = "") -> None:
-    """Raise ConfigError unless an environment variable is empty, unset or an integer from `low` to `high`."""
+    """Raise ConfigError if an environment variable is set to anything but an integer from `low` to `high`."""
     value = os.environ.get(name)
     if not value or (value.isdecimal() and low <= int(value) and (high is None or int(value) <= high)):
         return
@@ -57,13 +57,13 @@ def _check_number(name: str, low: int, high: int | None, meaning: str = "") -> N
 
 
 def check_world_size(world_size: int) -> None:
-    """Stop when the size of the process group differs from the launcher's number of processes.
+    """Stop if the size of the process group differs from the launcher's number of processes.
 
-    `accelerate launch --cpu --num_processes 2` silently starts one process, and a process group of one in
-    each torchrun worker would train W unconnected models.
+    `accelerate launch --cpu --num_processes 2` silently starts one process. And if each of W torchrun workers
+    had a process group of size one, they would train W separate models.
 
     Raises:
-        ConfigError: naming both numbers and a command that works.
+        ConfigError: names both numbers and a command that works.
     """
     asked = max(int(os.environ.get("WORLD_SIZE") or 1), _requested_processes() or 1)
     if asked != world_size:
@@ -75,10 +75,10 @@ def check_world_size(world_size: int) -> None:
 
 
 def _check_elastic() -> None:
-    """Stop when torchrun may start with fewer machines, and could not take in another one later.
+    """Stop if torchrun may start with fewer machines but could not admit a further machine later.
 
-    An agent that shares its store with its workers names the store only to agents of its first rendezvous: a
-    new one waits for a minute, and then both fail (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`).
+    An agent that shares its store with its workers names the store only to agents of the first rendezvous. A
+    later one waits for a minute; then both fail (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`).
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -94,7 +94,7 @@ def _check_elastic() -> None:
 
 
 def _parents_command() -> list[str]:
-    """The words with which the parent process was started; none if it is another user's."""
+    """The words of the parent process's command line; empty if the process is another user's."""
     try:
         parent = psutil.Process().parent()
         return parent.cmdline() if parent else []
@@ -114,14 +114,14 @@ def accelerate_launch_arguments() -> list[str]:
 
 
 def default_accelerate_file() -> Path:
-    """The file that `accelerate launch` reads without `--config_file`: below HF_HOME or the cache folder."""
+    """The file that `accelerate launch` reads by default, in HF_HOME or the cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     return Path(home).expanduser() / "accelerate" / "default_config.yaml"
 
 
 def _requested_processes() -> int | None:
-    """`--num_processes` of the parent `accelerate launch`, or of its file; None if neither sets it."""
+    """`num_processes` of the parent `accelerate launch`, or of its file; None if neither sets it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--num_processes", "--num-processes", type=int)
     parser.add_argument("--config_file", "--config-file")
@@ -142,7 +142,7 @@ def _requested_processes() -> int | None:
 def preserved_environment() -> Iterator[None]:
     """Restore the environment variables in which `Accelerator` records its plugin.
 
-    A later run in the same process (a notebook) would read them as a launcher's settings.
+    Otherwise a later run in the same process (a notebook) reads the variables as a launcher's settings.
     """
     before = {name: os.environ.get(name) for name in _WRITTEN_BY_ACCELERATE}
     yield
@@ -153,13 +153,13 @@ def preserved_environment() -> Iterator[None]:
 
 
 def check_accelerate_settings(config: Config, accumulation_steps: int) -> None:
-    """Stop when `accelerate launch` or its YAML file asks for something other than the configuration.
+    """Stop if `accelerate launch` or its YAML file contradicts the configuration.
 
-    `accelerate launch` passes its settings in the environment. "no" and 1 are not compared, since they are
-    also the defaults.
+    `accelerate launch` passes its settings in the environment. The values "no" and 1 are not compared, since
+    they are also the defaults.
 
     Raises:
-        ConfigError: every disagreement, with both values.
+        ConfigError: names every contradiction, with both values.
     """
     strategy = config.distributed.strategy
     if (stages := config.distributed.mesh(int(os.environ.get("WORLD_SIZE") or 1)).pp) > 1:
@@ -179,7 +179,7 @@ def check_accelerate_settings(config: Config, accumulation_steps: int) -> None:
 def accelerate_problems(
     config: Config, accumulation_steps: int, launched: Mapping[str, str]
 ) -> Iterator[str]:
-    """Each disagreement of the configuration and the variables that `accelerate launch` sets."""
+    """Contradictions between the configuration and the variables that `accelerate launch` sets."""
     precision, strategy = config.training.precision, config.distributed.strategy
     given = launched.get("ACCELERATE_MIXED_PRECISION", "no")
     if given not in ("no", precision):
@@ -199,20 +199,20 @@ def accelerate_problems(
 
 
 def _earlier_strategy() -> str | None:
-    """The strategy of an earlier run in this process; None without one."""
+    """The strategy of an earlier run in this process; None if there was none."""
     state = sys.modules.get("accelerate.state")
     if state is None or not state.is_initialized():
         return None
-    # the constructor would read the environment, whose settings may be invalid
+    # The constructor would read the environment, which may have invalid settings.
     kind = state.AcceleratorState._shared_state["distributed_type"]
     return "deepspeed" if kind.value == "DEEPSPEED" else "ddp or fsdp"
 
 
 def unsupported_settings(config: Config, launched: Mapping[str, str]) -> Iterator[str]:
-    """Settings of accelerate that change the model and that no field of the configuration corresponds to.
+    """Accelerate settings that affect the model but correspond to no field of the configuration.
 
-    A model compiled by accelerate sums in another order than the other script's, and a model that needs
-    offloading to fit would run out of memory.
+    For example, a model that Accelerate compiles sums in another order than the other script's model. And a
+    model that fits only with offloading would run out of memory.
     """
     if (backend := launched.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
         yield f"training.compile: compiles the model, but accelerate's dynamo_backend is {backend}, not no"
@@ -238,7 +238,7 @@ def unsupported_settings(config: Config, launched: Mapping[str, str]) -> Iterato
 
 
 def _mesh_problems(config: Config, launched: Mapping[str, str]) -> Iterator[str]:
-    """Differences between the mesh that was launched and the configured one."""
+    """Differences between the mesh that Accelerate launched and the configured mesh."""
     world_size = int(launched.get("WORLD_SIZE") or 1)
     if not config.distributed.mesh(world_size).is_data_parallel:
         yield "distributed.cp_size, tp_size: not accelerate's, but its use_parallelism_config is true"
@@ -256,9 +256,10 @@ def _mesh_problems(config: Config, launched: Mapping[str, str]) -> Iterator[str]
 
 
 def _zero_problems(config: Config, launched: Mapping[str, str]) -> Iterator[str]:
-    """Differences between the ZeRO that was launched and the one that the configuration describes.
+    """Differences between the ZeRO settings that Accelerate launched and the configured ones.
 
-    Unsupported settings (offloading, a DeepSpeed configuration file) would silently apply or be dropped.
+    Unsupported settings (offloading, a DeepSpeed configuration file) are reported too: otherwise they would
+    silently apply, or silently be dropped.
     """
     zero_stage, max_norm = config.distributed.zero_stage, config.training.max_grad_norm
     if _is_on(launched, "ACCELERATE_USE_CPU"):  # as cpu2.yaml says
@@ -292,18 +293,18 @@ def _number(text: str) -> float | None:
 
 
 def check_strategy(config: Config, distributed_type: str, world_size: int) -> None:
-    """Stop when Accelerate has set up another strategy than the configuration asks for.
+    """Stop if Accelerate has set up another strategy than the configured one.
 
-    Accelerate silently turns an FSDP plugin that it cannot use, for example on a CPU, into DDP, with the
+    If Accelerate cannot use an FSDP plugin, for example on a CPU, it silently falls back to DDP, with the
     whole model in every process.
 
     Args:
-        config: What is asked for.
-        distributed_type: What Accelerate has set up, as `Accelerator.distributed_type` names it.
-        world_size: With one process nothing is sharded, and nothing is checked.
+        config: The configuration.
+        distributed_type: The type that Accelerate has set up, from `Accelerator.distributed_type`.
+        world_size: Number of processes. With one process nothing is sharded, and nothing is checked.
 
     Raises:
-        ConfigError: naming both.
+        ConfigError: names both strategies.
     """
     found = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}.get(distributed_type, "ddp")
     if world_size > 1 and found != config.distributed.strategy:

@@ -1,4 +1,4 @@
-"""Starts the entry scripts as a user would, reads the files that they write, and kills process trees."""
+"""Starts the entry scripts as a user would, reads their logs, and kills process trees."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from llm_pretrain.hardware import usable_cores
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent.parent
 """The folder with the package and the scripts: the checkout, or site-packages."""
 RUN_MODULE = (sys.executable, "-P", "-m")
-"""Start of a command that runs a module. `-P` keeps Python from importing from the working directory, where a
+"""Start of a command that runs a module. `-P` stops Python from importing from the working directory, where a
 file `random.py` would replace the module `random`."""
 SCRIPTS = {
     "torchrun": "train_pretrain.py",
     "accelerate": "train_pretrain_accelerate.py",
     "trainer": "examples/train_pretrain_trainer.py",
 }
-"""Launch path to its script, relative to the folder with the scripts."""
+"""Launch path → its script, relative to the folder with the scripts."""
 RESUMABLE_PATHS = ("torchrun", "accelerate")
-"""Launch paths that resume each other's checkpoints."""
+"""Launch paths that can resume from each other's checkpoints."""
 
 _LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -42,12 +42,12 @@ _LAUNCHER_VARIABLES = (
 _POLL_SECONDS, _KILL_SECONDS = 0.02, 60
 _LOG_LINES, _LOG_LINE_CHARACTERS = 4, 300
 _LAUNCHER_ERRORS = ("ChildFailedError", "CalledProcessError")
-"""What torchrun and accelerate raise about a script that failed."""
+"""Errors that torchrun and accelerate raise if a script failed."""
 _LAUNCHER_SUMMARY = (
     *("=====", "-----", "~~~~~", "<", "W1", "E1", "To enable"),
     *("time ", "host ", "rank ", "exitcode", "error_file"),
 )
-"""First characters of the lines of torchrun's failure summary, which does not contain the cause."""
+"""How lines of torchrun's failure summary begin; the summary does not contain the cause."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Machine:
 
     @property
     def max_world_size(self) -> int:
-        """One process per GPU; without GPUs one per core, and four on fewer: so many have every mesh."""
+        """One process per GPU; without GPUs one per core, but at least four, enough for every mesh."""
         return self.gpus or max(4, self.cores)
 
 
@@ -82,7 +82,7 @@ class Job:
         options: Command line of the script, without the output folder.
         threads: CPU threads per process.
         strategy: `distributed.strategy`.
-        with_launcher: Start a single process through torchrun too, instead of as plain Python.
+        with_launcher: Start a single process through torchrun, instead of as plain Python.
     """
 
     path: str
@@ -97,7 +97,7 @@ class Job:
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """What all jobs of one command share.
+    """Settings that all jobs of a command share.
 
     Args:
         scripts: Folder with the scripts.
@@ -113,17 +113,17 @@ class LaunchContext:
 
 
 class RunningJob:
-    """A started job. As a context manager it kills on exit every process that is left.
+    """A started job. As a context manager, it kills all remaining processes on exit.
 
     Args:
-        job: What to start.
-        context: Where to start it.
+        job: The job to start.
+        context: Settings of the start.
         gpus: Numbers of the GPUs that the job may use; ignored on a machine without GPUs.
     """
 
     def __init__(self, job: Job, context: LaunchContext, gpus: Sequence[int] = ()):
         self.job, self.timed_out = job, False
-        self.done = False  # whether `run_until` has killed it since it is done
+        self.done = False  # whether `run_until` has killed the job because it was done
         self.started = time.monotonic()
         self._deadline = self.started + context.timeout_seconds
         self._workers: list[psutil.Process] = []
@@ -143,7 +143,7 @@ class RunningJob:
         return time.monotonic() - self.started
 
     def poll(self) -> int | None:
-        """The launcher's exit code, None while it runs. Kills a job that exceeds the time limit."""
+        """The launcher's exit code; None while it runs. Kills a job that exceeds the time limit."""
         code = self.process.poll()
         if code is None and time.monotonic() > self._deadline:
             self.timed_out = True
@@ -152,13 +152,13 @@ class RunningJob:
         return code
 
     def find_workers(self) -> list[psutil.Process]:
-        """The launcher's child processes. A later `kill` reaches them without searching first."""
+        """The launcher's child processes, which are kept so that `kill` need not search for them first."""
         with suppress(psutil.Error):
             self._workers = psutil.Process(self.process.pid).children(recursive=True)
         return self._workers
 
     def kill(self) -> None:
-        """SIGKILL to the launcher and all of its workers, which torchrun puts into sessions of their own."""
+        """Send SIGKILL to the launcher and to all workers, which torchrun puts into separate sessions."""
         kill_tree(self.process, self._workers)
 
     def __enter__(self) -> RunningJob:
@@ -167,15 +167,15 @@ class RunningJob:
     def __exit__(self, *_: object) -> None:
         try:
             self.kill()
-        except (SystemExit, KeyboardInterrupt):  # a second signal, as `timeout` sends at once
+        except (SystemExit, KeyboardInterrupt):  # a second signal, which `timeout` sends at once
             self.kill()
             raise
 
 
 def kill_tree(process: subprocess.Popen[bytes], children: Sequence[psutil.Process] = ()) -> None:
-    """SIGKILL to a process, to `children` that are already known, and to all others of its children."""
+    """Send SIGKILL to a process, to its known `children`, and to all its other children."""
     found = list(children)
-    for _ in range(2):  # first the children that are already listed, then those started since
+    for _ in range(2):  # the second pass finds children that were started during the first
         kill_all(found)
         if process.poll() is None:  # otherwise the process ID may belong to another process
             with suppress(psutil.Error):
@@ -183,25 +183,25 @@ def kill_tree(process: subprocess.Popen[bytes], children: Sequence[psutil.Proces
     kill_all(found)
     with suppress(ProcessLookupError):
         process.kill()
-    with suppress(subprocess.TimeoutExpired):  # a process may hang in a driver, where no signal reaches it
+    with suppress(subprocess.TimeoutExpired):  # signals do not reach a process that hangs in a driver
         process.wait(_KILL_SECONDS)
     psutil.wait_procs([*children, *found], timeout=10)
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """SIGKILL to those that still run."""
+    """Send SIGKILL to the processes that still run."""
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
 
 
 def launch_command(job: Job, context: LaunchContext) -> list[str]:
-    """The command up to the script's options; writes the settings of `accelerate launch` beside the log."""
+    """The command without the script's options; writes the file for `accelerate launch` beside the log."""
     script, world_size = str(context.scripts / SCRIPTS[job.path]), job.world_size
     if job.path == "accelerate":
         on_gpu, file = context.machine.gpus > 0, job.log.with_suffix(".accelerate.yaml")
         settings = launch_settings(job.strategy, context.zero_stage, world_size, on_gpu=on_gpu)
-        file.write_text(json.dumps(settings))  # which is YAML
+        file.write_text(json.dumps(settings))  # JSON is YAML, too
         command = [*RUN_MODULE, "accelerate.commands.launch", "--config_file", str(file)]
         # port 0 selects a free port, so that concurrent launches do not collide
         return [*command, "--num_processes", str(world_size), "--main_process_port", "0", script]
@@ -216,8 +216,8 @@ def launch_settings(
 ) -> dict[str, Any]:
     """Settings with which `accelerate launch` really starts `world_size` processes.
 
-    They are those of `configs/accelerate/` for the strategy, adapted. Without a GPU,
-    `--cpu --num_processes 2` and `MULTI_CPU` would start one process without a warning.
+    The function adapts the strategy's file in `configs/accelerate/`. Without a GPU, `MULTI_CPU` and
+    `--cpu --num_processes 2` would start one process, without a warning.
     """
     file = {"ddp": "cpu2.yaml", "fsdp": "fsdp2.yaml", "deepspeed": f"zero{zero_stage or 2}.yaml"}[strategy]
     settings = read_yaml_file(PRESETS / "accelerate" / file) | {"num_processes": world_size}
@@ -229,18 +229,18 @@ def launch_settings(
 
 
 def launch_environment(scripts: Path, gpus: str | None = None) -> dict[str, str]:
-    """This process's environment without the variables of a launcher that started it.
+    """This process's environment, without the variables of a launcher that started this process.
 
     Args:
         scripts: Folder with the scripts.
-        gpus: `CUDA_VISIBLE_DEVICES`; None to leave it as it is.
+        gpus: Value for `CUDA_VISIBLE_DEVICES`; None leaves the variable as it is.
     """
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in _LAUNCHER_VARIABLES and not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))
     }
-    # a package beside the script precedes this one, so that edited copies can be compared too
+    # A package beside the script takes precedence over this one, so that edited copies can be compared.
     paths = [str(scripts), str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     kept["PYTHONPATH"] = os.pathsep.join(paths)
     if gpus is not None:
@@ -249,16 +249,16 @@ def launch_environment(scripts: Path, gpus: str | None = None) -> dict[str, str]
 
 
 def _visible_gpus(machine: Machine, gpus: Sequence[int]) -> str:
-    """`CUDA_VISIBLE_DEVICES` for these of the GPUs that this process sees."""
+    """`CUDA_VISIBLE_DEVICES` for some of the GPUs that this process sees, by their numbers here."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return ",".join(visible[number] if visible else str(number) for number in gpus if machine.gpus)
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Every process of this machine whose command line trains in `folder`, without zombies."""
+    """All processes of this machine whose command line trains in `folder`, without zombies."""
     found, option = [], ["--run.output_dir", str(folder)]
     for process in psutil.process_iter(["cmdline", "status"]):
-        words = process.info["cmdline"] or []  # none of another user's process
+        words = process.info["cmdline"] or []  # another user's process has none
         trains_here = any(words[i : i + 2] == option for i in range(len(words)))
         if trains_here and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
@@ -276,23 +276,23 @@ def run_until(
     on_end: Callable[[RunningJob, int], None] = lambda started, code: None,
     stop_seconds: float = 0.0,
 ) -> list[tuple[RunningJob, int]]:
-    """Run jobs in their order, as many at a time as fit, each to its end or until it is done.
+    """Run jobs in order, as many at a time as fit, each until it ends or is done.
 
-    With GPUs a job takes one GPU per process; without, one core per thread of each process. An exception,
-    also of a signal, ends all that run.
+    With GPUs, a job takes one GPU per process. Without GPUs, it takes one core per thread of each process. An
+    exception, also one from a signal, ends all running jobs.
 
     Args:
-        jobs: What to start.
-        context: Where to start it.
-        done: Asked of each running job whether it is killed now; what it kills itself counts too.
-        every: Seconds between two such questions.
-        after: Job to those of the others that must have ended before it starts.
+        jobs: The jobs to start.
+        context: Settings of the start.
+        done: Called with each running job; True kills the job. The callback may also kill it itself.
+        every: Seconds between two such calls.
+        after: Job → the jobs that must have ended before it starts.
         on_start: Called before a start; False leaves the job out.
-        on_end: Called with each job that has ended and its exit code.
-        stop_seconds: After an exception, how long jobs have to save and end before they are killed.
+        on_end: Called with each ended job and its exit code.
+        stop_seconds: Time that jobs have after an exception to save and end, before they are killed.
 
     Returns:
-        What was started, with its exit code, in the order of the ends.
+        The started jobs with their exit codes, in the order in which they ended.
     """
     waiting, running, ended = list(jobs), dict[RunningJob, list[int]](), list[tuple[RunningJob, int]]()
     free, after = list(range(context.machine.gpus or context.machine.cores)), after or {}
@@ -325,7 +325,7 @@ def run_until(
 
 
 def _stop(jobs: Sequence[RunningJob], seconds: float) -> None:
-    """Ask jobs to save and end, and wait so long for it."""
+    """Ask jobs to save and end, and wait at most `seconds` for them."""
     for job in jobs:
         job.process.terminate()
     deadline = time.monotonic() + seconds
@@ -335,9 +335,9 @@ def _stop(jobs: Sequence[RunningJob], seconds: float) -> None:
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that started jobs are killed on the way out.
+    """Turn SIGTERM and SIGHUP into SystemExit, so that context managers kill the started jobs.
 
-    Works in the main thread only. An ignored SIGHUP, as under nohup, stays ignored.
+    Outside the main thread this does nothing. If SIGHUP is ignored, as under nohup, it stays ignored.
     """
 
     def leave(number: int, *_: object) -> None:
@@ -358,7 +358,7 @@ def exit_on_signals() -> Iterator[None]:
 
 
 def last_error_lines(log: Path) -> list[str]:
-    """The last lines of a log that name an error; the last lines where none does."""
+    """The last lines of a log that name an error; if there are none, the last lines."""
     try:
         lines = [line.rstrip() for line in log.read_text("utf-8", errors="replace").splitlines()]
     except OSError:

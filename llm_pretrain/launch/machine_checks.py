@@ -1,4 +1,4 @@
-"""Facts about this machine, and warnings about what would surprise a run."""
+"""Facts about this machine, and warnings about problems that a run would meet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 
 
 def _requirements() -> list[str]:
-    """What pyproject.toml asks for; nothing where the package runs from its folder."""
+    """The requirements in pyproject.toml; empty if the package is not installed."""
     try:
         return metadata.requires("llm_pretrain") or []
     except metadata.PackageNotFoundError:
@@ -36,7 +36,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
-    """Facts about this machine by name."""
+    """Name and text of each fact about this machine."""
     import torch
 
     from llm_pretrain.launch.process import default_threads, exported_threads
@@ -71,12 +71,12 @@ def _backends() -> list[str]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes on the disk of `folder`, which need not exist."""
+    """Free bytes on the disk of `folder`; the folder need not exist."""
     return shutil.disk_usage(_existing(folder)).free
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """The folder, or its nearest parent that exists."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -87,7 +87,7 @@ def machine_surprises(gpus: int, config: Config | None) -> Iterator[str]:
     """Warnings about packages, back-ends, environment variables and the output folder."""
     from llm_pretrain.launch.process import exported_setting, exported_threads
 
-    lowest = dict(each.split(">=") for each in _requirements() if ";" not in each)  # none of an extra
+    lowest = dict(each.split(">=") for each in _requirements() if ";" not in each)  # ";" marks an extra
     for package in _PACKAGES:
         if (version := package_version(package)) is None:
             yield f"{package} is not installed; do pip install it, as `make setup` does"

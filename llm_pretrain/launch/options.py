@@ -1,4 +1,4 @@
-"""Command-line options, checks and facts that the commands which launch the entry scripts share."""
+"""Shared code of the commands that launch the entry scripts: options, checks and facts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class LaunchPlan:
     """A checked call of a command that launches the scripts.
 
     Args:
-        config: Configuration of every launch, the model resolved.
+        config: Configuration of every launch, with a resolved model.
         steps: Optimizer steps of each run.
         options: Script options that all launches share.
         scripts: Absolute folder with the scripts.
         output: Folder to create for the runs.
         threads: CPU threads per process.
-        notes: What was left out or changed, and why.
+        notes: Settings that were left out or changed, and the reasons.
     """
 
     config: Config
@@ -44,14 +44,14 @@ class LaunchPlan:
 
 
 class _Setting(argparse.Action):
-    """Keeps a setting as it was written, to pass it on to the scripts."""
+    """Stores a setting's original text, to pass it on to the scripts."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         namespace.settings = [*(getattr(namespace, "settings", None) or []), option_string, values]
 
 
 def add_launch_options(parser: argparse.ArgumentParser, command: str, launch: str) -> None:
-    """Declare `--config`, and what `add_run_options` does."""
+    """Declare `--config` and the options of `add_run_options`."""
     parser.usage = f"llm-pretrain {command} --config FILE [options] [--section.field VALUE ...]"
     parser.add_argument(
         "--config", action="append", required=True, metavar="FILE",
@@ -63,7 +63,7 @@ def add_launch_options(parser: argparse.ArgumentParser, command: str, launch: st
 def add_run_options(
     parser: argparse.ArgumentParser, command: str, launch: str, *, timeout: float = 1800.0
 ) -> None:
-    """Declare every setting, and where and how long `command` runs; `launch` names one launch."""
+    """Declare `--output`, `--timeout` and every setting; `launch` names one launch in a help text."""
     parser.add_argument(
         "--output", metavar="FOLDER",
         help=f"new folder for the runs and {command}.json (default: runs/{command}-NAME)",
@@ -87,28 +87,28 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def reject_unknown(words: list[str]) -> None:
-    """Raise ConfigError with similar names for mistyped settings; argparse reports all other words."""
+    """Raise ConfigError with similar names if settings are mistyped; argparse reports other words."""
     names = [word[2:].partition("=")[0] for word in words if word.startswith("--") and "." in word]
     if names:
         raise ConfigError(*(unknown_setting(name) for name in names))
 
 
 def given_options(arguments: argparse.Namespace) -> list[str]:
-    """The configuration files and settings of a command line, as options of the scripts."""
+    """A command line's configuration files and settings, as options for the scripts."""
     return [word for file in arguments.config or [] for word in ("--config", file)] + list(arguments.settings)
 
 
 def as_options(settings: Mapping[str, object]) -> list[str]:
-    """Settings as options of the scripts."""
+    """Settings as options for the scripts."""
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
 def forced_settings(
     config: Config, steps: int, threads: int, machine: Machine
 ) -> tuple[dict[str, object], list[str]]:
-    """Settings of every launch, and notes on those that differ from the configuration's numbers.
+    """Settings that override the configuration in every launch; notes if determinism or warm-up change.
 
-    They are the run's length, a row and a parameter digest per step, no trackers, and determinism on a GPU.
+    They set the run's length, a row and a parameter digest per step, no trackers, and determinism on a GPU.
     """
     warmup, decay = min(config.schedule.warmup_steps, steps), config.schedule.decay_steps
     forced: dict[str, object] = {
@@ -142,7 +142,7 @@ def check_timeout(arguments: argparse.Namespace) -> None:
 
 
 def find_scripts(paths: Sequence[str]) -> Path:
-    """The folder with the scripts of these launch paths: the current one, else the project's.
+    """The folder with the scripts of these launch paths: the working directory, else the project's folder.
 
     Raises:
         ConfigError: a script is missing.
@@ -159,10 +159,10 @@ def find_scripts(paths: Sequence[str]) -> Path:
 
 
 def choose_output(given: str | None, name: str) -> Path:
-    """The folder for the runs: as given, where it is new or empty; else the first unused runs/NAME.
+    """The folder for the runs: the given folder; if none is given, the first unused runs/NAME.
 
     Raises:
-        OutputError: the given folder has files in it, or is not a folder.
+        OutputError: the given path is a folder with files, or no folder.
     """
     if given is not None:
         folder = Path(given)
@@ -181,7 +181,7 @@ def choose_output(given: str | None, name: str) -> Path:
 
 
 def parse_words(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """Comma-separated words, each once.
+    """The comma-separated words of a text, without repetitions.
 
     Raises:
         ConfigError: a word that is not in `known`.
@@ -193,10 +193,10 @@ def parse_words(option: str, text: str, known: Sequence[str]) -> list[str]:
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
-    """Comma-separated positive integers, each once.
+    """The comma-separated positive integers of a text, without repetitions.
 
     Raises:
-        ConfigError: another text.
+        ConfigError: the text has something else.
     """
     found = [word.strip() for word in text.split(",")]
     if wrong := [word for word in found if not word.isdecimal() or int(word) < 1]:
@@ -205,8 +205,8 @@ def parse_numbers(option: str, text: str) -> list[int]:
 
 
 def create_output(plan: LaunchPlan, arguments: argparse.Namespace, machine: Machine) -> LaunchContext:
-    """Create the output folder; OutputError where that fails."""
-    # a default name that another call took a moment ago must not be shared with that call
+    """Create the output folder; raises OutputError if that fails."""
+    # Another call may have taken the default name a moment ago; two calls must not share a folder.
     try:
         plan.output.mkdir(parents=True, exist_ok=arguments.output is not None)
     except OSError as error:
@@ -219,7 +219,7 @@ def create_output(plan: LaunchPlan, arguments: argparse.Namespace, machine: Mach
 def call_facts(
     plan: LaunchPlan, arguments: argparse.Namespace, machine: Machine, started: float
 ) -> dict[str, Any]:
-    """Versions, machine and settings of a call, for its JSON file; `started` is Unix time."""
+    """Versions, machine and settings of a call, for the call's JSON file; `started` is Unix time."""
     import torch
 
     from llm_pretrain.hardware import environment, package_version
@@ -251,5 +251,5 @@ def write_result(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line of progress at once."""
+    """Print a line of progress and flush it."""
     print(line, flush=True)

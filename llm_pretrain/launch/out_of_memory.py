@@ -1,4 +1,4 @@
-"""Turns out-of-memory errors into one line: bytes requested and free, the model's size, what to change."""
+"""Turns out-of-memory errors into one line: bytes requested and free, the model's size, a remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory
 from llm_pretrain.model.sizes import count_parameters
 
 _NO_THREAD = "can't start new thread"
-"""Python's error if a thread's stack has no room, and also if a limit on processes is reached."""
+"""Python's error if memory lacks room for a thread's stack, or if a limit on processes is reached."""
 _MESSAGES = (
     "can't allocate memory",  # torch on Linux
     "not enough memory: you tried to allocate",  # torch elsewhere
@@ -32,7 +32,7 @@ _MESSAGES = (
     os.strerror(errno.ENOMEM),
 )
 _ONEDNN = re.compile(r"could not create a (primitive\b(?! desc)|memory)")
-"""oneDNN's error if there is no memory for the code that it generates; it does not name the cause."""
+"""oneDNN's error if there is no memory for generated code; the error does not name the cause."""
 _ASKED = re.compile(r"(?i)(?:tried to|unable to) allocate ([\d.]+) ?(bytes|[KMGTPE]?i?B)\b")
 _ON_GPU = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
 _UNITS = "bkmgtpe"
@@ -41,9 +41,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class MemoryLimit(NamedTuple):
-    """Bytes that a process may use, free ones and in total, and what limits them.
+    """Bytes that a process may use (free bytes and total), and the source of the limit.
 
-    `bound` is the beginning of a phrase that ends in a number of bytes, such as "the machine has".
+    `bound` begins a phrase that ends with a number of bytes, such as "the machine has".
     """
 
     free: int
@@ -67,10 +67,10 @@ def explain_out_of_memory(config: Config | None = None, world_size: int = 1) -> 
     """Turn any out-of-memory error into a ResourceError of one line.
 
     Args:
-        config: Resolved; without it the line does not name the model's size.
+        config: The resolved configuration. If it is None, the line does not name the model's size.
         world_size: Number of processes.
     """
-    # computed now, since counting needs memory too
+    # computed before an error occurs, since counting needs memory too
     lines = model_lines(config, world_size) if config else ("", "lower training.micro_batch_size")
     try:
         yield
@@ -85,17 +85,17 @@ def explain_out_of_memory(config: Config | None = None, world_size: int = 1) -> 
 def check_memory(config: Config, world_size: int, device: torch.device) -> list[str]:
     """Stop if the model's parameters, gradients and moments exceed the machine's memory.
 
-    Linux overcommits memory, and kills processes when they use it.
+    Linux overcommits memory: it grants too much, and kills processes when they use it.
 
     Returns:
         A warning if the estimated peak of a training step exceeds the GPU's memory.
 
     Raises:
-        ResourceError: with both sizes.
+        ResourceError: names the needed and the available size.
     """
     on_cpu = device.type == "cpu"
     needs = _state_bytes(config, world_size)
-    if config.distributed.strategy == "deepspeed":  # it shards what has its values
+    if config.distributed.strategy == "deepspeed":  # it shards parameters that have their values
         needs = max(needs, 4 * count_parameters(config.model).total)
     for memory in _host_bounds() if on_cpu else [_gpu_bound(device)]:
         if needs > memory.total:
@@ -112,8 +112,8 @@ def _gpu_bound(device: torch.device) -> MemoryLimit:
 
 
 def step_warnings(config: Config, world_size: int, device: torch.device) -> list[str]:
-    """A warning if the estimated peak of a training step exceeds the memory of a GPU, or of this machine if
-    all of the run's processes are here."""
+    """A warning if the estimated peak of a training step exceeds the GPU's memory. On a CPU: if the peaks of
+    all the run's processes together exceed this machine's memory."""
     on_gpu, processes = device.type != "cpu", 1
     peak = estimate_memory(config, world_size, on_gpu=on_gpu).peak
     if on_gpu:
@@ -131,7 +131,7 @@ def step_warnings(config: Config, world_size: int, device: torch.device) -> list
 
 
 def model_lines(config: Config, world_size: int) -> tuple[str, str]:
-    """The model's memory, and what to change, cheapest first."""
+    """The model's memory, and settings to change, the cheapest change first."""
     training, advice = config.training, []
     per_step = training.global_batch_size // config.distributed.mesh(world_size).data
     smaller = [size for size in range(1, training.micro_batch_size) if per_step % size == 0]
@@ -187,10 +187,10 @@ def _smaller_model(config: Config, world_size: int) -> str:
 
 
 def _host_bounds(*, per_process: bool = True) -> list[MemoryLimit]:
-    """Limits of this process's memory: the machine, its container, its own limit (ulimit).
+    """Limits of this process's memory: the machine's, the container's and the process's own (ulimit).
 
     Args:
-        per_process: Divide limits that the run's processes on this machine share.
+        per_process: Divide shared limits by the number of the run's processes on this machine.
     """
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if per_process else 1
     machine, has = psutil.virtual_memory(), "the machine has for it" if sharing > 1 else "the machine has"
@@ -210,7 +210,7 @@ def _host_bounds(*, per_process: bool = True) -> list[MemoryLimit]:
 
 
 def _number(file: Path) -> int | None:
-    """The number in a control group's file; None without one or without a limit."""
+    """The number in a control group's file; None if there is no file or no limit."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

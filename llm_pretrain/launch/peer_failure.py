@@ -1,7 +1,7 @@
 """Recognises errors that the failure of another rank caused, and turns them into one line.
 
-Other errors of the process group are bugs and keep their traceback: a collective called with different
-shapes, or wrong use of NCCL.
+Other errors of the process group are bugs and keep their traceback, for example a collective with different
+shapes on different ranks, or wrong use of NCCL.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from llm_pretrain.errors import CheckpointError, PretrainError, StuckError
 from llm_pretrain.launch.watchdog import current_phase
 
 COLLECTIVE_TIMEOUTS = 8
-"""A collective's time-out, in watchdog time-outs. It is longer so that the watchdog reports a hang first and
-ranks can wait for one that is writing a large file."""
+"""A collective's time-out as a multiple of the watchdog's. It is longer so that the watchdog reports a hang
+first, and so that ranks can wait for a rank that writes a large file."""
 
 _GLOO = re.compile(
     r"gloo.*(closed by peer|reset by peer|timed out|broken pipe|socket closed|pair closure|connection refused"
@@ -31,14 +31,14 @@ _BUG = re.compile(
 
 
 def collective_timeout(config: Config) -> timedelta:
-    """Time-out of a collective on either launch path."""
+    """Time-out of a collective, for both launch paths."""
     return timedelta(seconds=COLLECTIVE_TIMEOUTS * config.distributed.timeout_seconds)
 
 
 def peer_failure(error: BaseException, rank: int) -> StuckError | None:
     """The error to raise instead of `error` if another rank's failure caused it, else None."""
     if isinstance(error, PretrainError) and not isinstance(error, CheckpointError):
-        return None  # it names its cause; a failed save may be caused by a lost peer
+        return None  # the error names its cause; but a failed save may be caused by a lost peer
     cause = next((text for each in _causes(error) if (text := _connection_error(each))), None)
     if cause is None:
         return None
@@ -50,7 +50,7 @@ def peer_failure(error: BaseException, rank: int) -> StuckError | None:
 
 
 def _connection_error(error: BaseException) -> str | None:
-    """The back-end's message, shortened, if it is about a connection, else None."""
+    """The back-end's message, shortened, if the error is about a connection; else None."""
     text = str(error)
     distributed = torch.distributed
     if not isinstance(error, RuntimeError) or _BUG.search(text):
@@ -62,7 +62,7 @@ def _connection_error(error: BaseException) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what caused it, and so on."""
+    """The error, its cause, the cause of that, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -33,16 +33,16 @@ from llm_pretrain.launch.out_of_memory import explain_out_of_memory
 from llm_pretrain.launch.peer_failure import COLLECTIVE_TIMEOUTS, peer_failure
 
 INTERRUPTED = 130
-"""Exit code of a Ctrl-C before the run began; later ones save and exit with 75."""
+"""Exit code after a Ctrl-C before the run began; after a later Ctrl-C, the run saves and exits with 75."""
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Options of glibc's `mallopt`, by their numbers in malloc.h."""
 _ELASTIC = "TORCHELASTIC_RUN_ID"
-"""Set by torchrun, and by `accelerate launch` with several processes, for workers only."""
+"""Variable that torchrun sets for workers, and `accelerate launch` if there are several processes."""
 _ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
-"""Set by `accelerate launch` with one process."""
+"""Variables that `accelerate launch` sets for a single process."""
 _trained: tuple[int, int] | None = None
-"""Process id and number of threads of an earlier run, in this process or in the one it was forked from."""
+"""Process id and threads of an earlier run, in this process or in the process that it was forked from."""
 
 
 def prepare_process(config: Config) -> None:
@@ -55,7 +55,7 @@ def prepare_process(config: Config) -> None:
     check_environment()
     die_with_launcher()
     check_parent_alive()
-    # Accelerate's DDP options have the old name only, and both paths must set the same
+    # Accelerate's DDP options have the deprecated name only; both launch paths must set equal options.
     warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated", category=FutureWarning)
     keep_freed_memory()
     _set_threads(cpu_threads(config))
@@ -77,15 +77,15 @@ def _set_threads(threads: int) -> None:
         )
     torch.set_num_threads(threads)
     os.environ.setdefault(_EXPORTED, str(exported_threads() or ""))
-    # if it is unset, Accelerate counts cores and sets another number of threads
+    # If the variable is unset, Accelerate counts cores and sets another number of threads.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     _trained = os.getpid(), threads
 
 
 def cpu_threads(config: Config) -> int:
-    """Threads of this process: as configured, as exported, or cores ÷ processes on this machine.
+    """Threads of this process: configured, or exported, or cores ÷ processes on this machine.
 
-    torchrun and accelerate set different defaults, and another number of threads sums in another order.
+    The defaults of torchrun and accelerate differ, and another number of threads sums in another order.
     """
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
     return config.distributed.cpu_threads or default_threads(local_world_size)
@@ -97,23 +97,23 @@ def default_threads(processes: int) -> int:
 
 
 _MOST_THREADS = 1 << 10
-"""Limit of OMP_NUM_THREADS, as of `distributed.cpu_threads`: very many threads end the process silently."""
+"""Limit of OMP_NUM_THREADS and `distributed.cpu_threads`: too many threads end a process silently."""
 _EXPORTED = "LLM_PRETRAIN_OMP_NUM_THREADS"
-"""Holds the user's OMP_NUM_THREADS, empty if there was none, after `_set_threads` has replaced it."""
+"""Variable with the user's OMP_NUM_THREADS (empty if there was none), which `_set_threads` replaces."""
 
 
 def exported_threads() -> int | None:
-    """The user's OMP_NUM_THREADS; None without one, or where it is no number of threads."""
-    first = exported_setting().split(",")[0].strip()  # the others are of nested regions
+    """The user's OMP_NUM_THREADS; None if it is unset or no number of threads."""
+    first = exported_setting().split(",")[0].strip()  # further numbers are for nested parallel regions
     is_possible = re.fullmatch("[0-9]{1,4}", first) and 0 < int(first) <= _MOST_THREADS
     return int(first) if is_possible else None
 
 
 def exported_setting() -> str:
-    """The text of the user's OMP_NUM_THREADS; empty without one.
+    """The text of the user's OMP_NUM_THREADS; empty if it is unset.
 
-    Launchers set the variable for their workers too. So it is read from the initial environment of the first
-    process, from this one upwards, that no launcher has started. Empty if that is another user's process.
+    Launchers also set the variable for their workers. So this takes the first process, from this one upwards,
+    that no launcher started, and reads its initial environment. If another user owns it, the result is empty.
     """
     value = os.environ.get(_EXPORTED)
     if value is None:
@@ -135,10 +135,10 @@ def _is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed blocks instead of returning them to the system.
+    """Tell glibc to keep freed memory instead of returning it to the system; without glibc, do nothing.
 
-    By default every large tensor is mapped anew, and faulting its pages in costs 6 to 8 % of a small
-    mixture-of-experts step on a CPU. Does nothing without glibc.
+    By default, glibc maps every large tensor anew, and the page faults take 6 to 8 % of a small
+    mixture-of-experts step on a CPU.
     """
     if not torch.cuda.is_available() and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)
@@ -148,7 +148,7 @@ def keep_freed_memory() -> None:
 def die_with_launcher() -> None:
     """Ask Linux for SIGTERM when the launcher dies, so that no worker is orphaned.
 
-    Not for a process started from a shell, which may outlive its shell on purpose.
+    A process started from a shell gets no such signal: it may outlive its shell on purpose.
     """
     if sys.platform != "linux" or not (os.environ.get(_ELASTIC) or accelerate_launch_arguments()):
         return
@@ -162,7 +162,7 @@ def die_with_launcher() -> None:
 def report_errors() -> Iterator[None]:
     """Turn errors into one line and the process's exit code.
 
-    A `PretrainError` prints its message, once if all ranks raise the same. Any other error is a bug and
+    A `PretrainError` prints its message, but only once if all ranks raise it. Any other error is a bug and
     prints its traceback.
     """
     prepare_streams()
@@ -193,17 +193,17 @@ def report_errors() -> Iterator[None]:
 
 
 def exit_process(exit_code: int) -> None:
-    """Exit with this code; one process of several exits without Python's clean-up.
+    """Exit with this code. If there are several processes, skip Python's clean-up.
 
-    Threads of a back-end may outlive the process group (gloo's do under FSDP and DeepSpeed). One that still
-    runs while Python unloads its libraries aborts a finished run.
+    Threads of a back-end may outlive the process group (gloo's do under FSDP and DeepSpeed). If such a thread
+    still runs while Python unloads libraries, it aborts the process after a finished run.
     """
-    ignore_stop_signals()  # another one would replace the exit code
+    ignore_stop_signals()  # a further signal would replace the exit code
     _leave(exit_code, outright=int(os.environ.get("WORLD_SIZE") or 1) > 1)
 
 
 def _report_and_leave(error: PretrainError, rank: int) -> None:
-    """Print the error, unless rank 0 prints the same or the launcher repeats it, and exit with its code."""
+    """Print the error, unless rank 0 prints it too, report it to the launcher, and exit with its code."""
     # without a process group or torchrun, rank 0 may be on another machine and not have this error
     is_repeated = rank > 0 and error.shared and (_has_peers() or _ELASTIC in os.environ)
     where = f"rank {rank}: " if rank and not isinstance(error, StuckError) and not is_repeated else ""
@@ -211,15 +211,15 @@ def _report_and_leave(error: PretrainError, rank: int) -> None:
     with suppress(OSError):  # the terminal or pipe is closed
         if not is_repeated:
             sys.stderr.write(text)  # one write: other ranks write to the same terminal
-    if not isinstance(error, StuckError):  # another rank's error, if it has one, is the cause
+    if not isinstance(error, StuckError):  # else another rank's error may be the cause
         _report_to_launcher(text)
     _leave(error.exit_code)
 
 
 def _report_to_launcher(text: str) -> None:
-    """Write the message into the file from which torchrun takes the last lines of its own traceback.
+    """Write the message to the file that torchrun quotes at the end of its own traceback.
 
-    The format is that of torch.distributed.elastic's error handler, which would add our traceback.
+    The format is that of torch.distributed.elastic's error handler, which would also add our traceback.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and _ELASTIC in os.environ:
@@ -229,7 +229,7 @@ def _report_to_launcher(text: str) -> None:
 
 
 def _no_rendezvous(error: Exception) -> str:
-    """One line for a process group that could not be formed."""
+    """The message if the process group could not be formed."""
     address = ":".join(os.environ.get(name, "?") for name in MASTER_VARIABLES)
     return (
         f"launch: {str(error).splitlines()[0]:.200} (rank {os.environ.get('RANK', '?')} of "
@@ -245,9 +245,9 @@ def _has_peers() -> bool:
 
 
 def _leave(exit_code: int, *, outright: bool = False) -> None:
-    """Exit; `outright` or if the process group has other ranks, without clean-up, which would wait for them.
+    """Exit. With `outright` or peers in the process group, skip the clean-up, which would wait for peers.
 
-    A single process may be a notebook's kernel, in which `SystemExit` ends the cell and not the kernel.
+    A single process may be a notebook's kernel, where `SystemExit` ends the cell but not the kernel.
     """
     flush_streams()
     if outright or _has_peers():
@@ -256,13 +256,13 @@ def _leave(exit_code: int, *, outright: bool = False) -> None:
 
 
 _SUBREAPERS = ("systemd", "slurmstepd", "tini", "dumb-init", "docker-init", "catatonit", "conmon")
-"""Programs besides process 1 that orphans are reparented to."""
+"""Programs that adopt orphaned processes, besides process 1."""
 
 
 def check_parent_alive() -> None:
-    """Stop a worker whose launcher ended before `die_with_launcher` was called, during the imports.
+    """Stop a worker whose launcher ended during the imports, before `die_with_launcher` was called.
 
-    It would wait for its peers forever or, as the only worker, train without a launcher that can stop it.
+    Such a worker would wait for its peers forever, or train alone where no launcher can stop it.
 
     Raises:
         ResourceError: the launcher is gone.
@@ -275,23 +275,23 @@ def check_parent_alive() -> None:
 
 
 def is_orphan() -> bool:
-    """Whether this process has a launcher's variables and a parent that orphans are reparented to.
+    """Whether this process has a launcher's variables, but a parent that adopts orphans.
 
-    In a container, process 1 may be the launcher itself (a Python program) or a wrapper that the launcher
-    started, which then has the launcher's variables too.
+    In a container, process 1 may be the launcher itself (a Python program). It may also be a wrapper that the
+    launcher started and that has the launcher's variables, too.
     """
     elastic = _ELASTIC in os.environ
     if not _is_launched(os.environ):
         return False
     with suppress(psutil.Error):
         parent = psutil.Process().parent()
-        if parent is None:  # it is outside this container
+        if parent is None:  # the parent is outside this container
             return False
         words = parent.cmdline()
         program = os.path.basename(words[0]).split(":")[0] if words else ""  # slurmstepd: [12.0]
         if "python" in program or (os.getppid() != 1 and program not in _SUBREAPERS):
             return False
-        with suppress(psutil.AccessDenied):  # of another user, so not a wrapper of this process
+        with suppress(psutil.AccessDenied):  # another user's process is no wrapper of this process
             return not (elastic and _ELASTIC in parent.environ())
         return True
     return False
@@ -299,7 +299,7 @@ def is_orphan() -> bool:
 
 SCHEME = "attempt"
 POLLS_PER_SECOND = 2000
-"""How often all ranks of an attempt together ask the store, which answers some 30,000 requests a second."""
+"""Requests per second to the store by all ranks of an attempt; the store answers about 30,000."""
 distributed: Any = torch.distributed
 """Untyped: pyright does not see all names that torch documents as exported."""
 
@@ -308,8 +308,8 @@ distributed: Any = torch.distributed
 def rendezvous_init_method() -> str:
     """The `init_method` of both launch paths: `env://` with a key prefix for each attempt.
 
-    torchrun's agent keeps one store for all attempts. Without the prefix a restarted process reads the
-    addresses of killed ones, and gloo's connections to them are refused (pytorch/pytorch#135712).
+    torchrun's agent keeps one store for all attempts. Without the prefix, a restarted process would read the
+    addresses of killed processes, which refuse gloo's connections (pytorch/pytorch#135712).
     """
     distributed.register_rendezvous_handler(SCHEME, _rendezvous)
     return f"{SCHEME}://"
@@ -319,10 +319,10 @@ def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     """Store, rank and world size of `env://`, with the attempt's prefix before every key.
 
     Raises:
-        ConfigError: another process that was started by hand has the same RANK; all would wait for the one
-            that is missing.
+        ConfigError: another process that was started by hand has this RANK; all would wait for the missing
+            rank.
     """
-    if "timeout" in options:  # the collectives' time-out is longer, for slow disks
+    if "timeout" in options:  # the given time-out is for collectives, which wait for slow disks
         options["timeout"] /= COLLECTIVE_TIMEOUTS
     for store, rank, world_size in distributed.rendezvous("env" + url.removeprefix(SCHEME), **options):
         if _ELASTIC in os.environ:
@@ -336,12 +336,12 @@ def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
 
 
 def join_attempt(store: Any, rank: int, world_size: int) -> str:
-    """A name that exactly the ranks of one attempt get, whatever earlier ones have left in the store.
+    """A name that exactly the ranks of one attempt get, whatever earlier attempts left in the store.
 
-    Rank 0 makes it up. The others take the newest name, in which their rank must be free, and ask again until
-    that attempt is complete: the processes of an earlier one are dead. They poll, because torch logs two
-    lines for each wait that times out. TORCHELASTIC_RESTART_COUNT is no such name, since every agent of
-    torchrun counts for itself (pytorch/pytorch#108158).
+    Rank 0 makes up the name. Each other rank claims its number under the newest name, until the attempt of
+    that name is complete: the name may be of an earlier attempt, whose processes are dead. They poll, because
+    torch logs two lines for each wait that times out. TORCHELASTIC_RESTART_COUNT cannot be the name: every
+    agent of torchrun counts separately (pytorch/pytorch#108158).
 
     Raises:
         torch.distributed.DistStoreError: not all ranks came within the store's time-out.
@@ -364,21 +364,21 @@ def join_attempt(store: Any, rank: int, world_size: int) -> str:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
-"""SIGHUP is sent when the terminal closes; torchrun forwards it."""
+"""Signals that stop a run. SIGHUP is sent when the terminal closes, and torchrun forwards it."""
 ONE_STOP_SECONDS = 1.0
-"""Signals within this time count as one: workers get them from the terminal and from the launcher."""
+"""Signals within this time count as one: workers get a Ctrl-C from the terminal and from the launcher."""
 
 
 class SignalHandler:
     """Records the first stop signal inside a `with` block.
 
     The run then finishes its step and saves. Later signals are ignored, since launchers and schedulers repeat
-    them, except Ctrl-C: the second one, at least `ONE_STOP_SECONDS` after the latest signal, prints a
-    warning, and the third ends the process at once, without saving. Outside the main thread, where Python
-    cannot install handlers, nothing is installed. An ignored SIGHUP (nohup) stays ignored.
+    them. Ctrl-C is the exception: a second one, at least `ONE_STOP_SECONDS` after the latest signal, prints a
+    warning, and a third ends the process at once, without saving. Python allows handlers in the main thread
+    only; in other threads, nothing is installed. If SIGHUP is ignored (nohup), it stays ignored.
 
     Args:
-        verbose: Whether to print on standard error what a signal leads to; one process of a run does.
+        verbose: Whether to print the effect of a signal on standard error; one process of a run does.
     """
 
     def __init__(self, *, verbose: bool = True) -> None:
@@ -395,7 +395,7 @@ class SignalHandler:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is not None and _has_peers():  # it exits, and must say why before the launcher's SIGTERM
+        if error is not None and _has_peers():  # the process must report the error despite a SIGTERM
             ignore_stop_signals()
             return
         for number, handler in self._previous.items():
@@ -419,7 +419,7 @@ class SignalHandler:
         if self._verbose:
             try:
                 os.write(2, f"{text}\n".encode())
-            except OSError:  # a closed terminal; the run stops all the same
+            except OSError:  # the terminal is closed; the run stops even so
                 self._verbose = False
 
     @property

@@ -1,7 +1,7 @@
-"""Watchdog: ends a process whose main thread makes no progress, and writes the stacks of its threads.
+"""Ends a process whose main thread makes no progress, and writes the stacks of all threads.
 
-A hang raises no error: a rank waits for another one that was stopped, for a data worker or for a disk. The
-main thread calls `heartbeat` whenever it makes progress, and a thread of the watchdog checks for it.
+A hang raises no error: a rank waits for a stopped rank, for a data worker or for a disk. The main thread
+calls `heartbeat` whenever it makes progress, and the watchdog's thread checks for heartbeats.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import OutputError, StuckError
 
 CHECKS_PER_TIMEOUT = 20
-"""Checks for a heartbeat in one time-out."""
+"""Number of checks for a heartbeat within one time-out."""
 MAX_CHECK_SECONDS = 5.0
 """Longest time between two checks."""
 
 GRACE_SECONDS = 30.0
-"""Time beyond the time-out after which faulthandler ends the process, if the watchdog's thread cannot run
-because the main thread never releases the GIL."""
+"""faulthandler ends the process this long after the time-out, if the watchdog's thread cannot run because the
+main thread never releases the GIL."""
 
 REPORT_SECONDS = 10.0
-"""Time limit for writing stacks and status, since the disk may be what hangs; then the process ends."""
+"""Time limit for writing stacks and status, since the disk itself may hang; then the process ends."""
 
 LINGER_SECONDS = 3.0
 """Wait between the report and the exit, so that other hanging ranks write their stacks before this rank's
@@ -40,12 +40,12 @@ STDERR = 2
 
 
 class Phase(NamedTuple):
-    """What the main thread is doing. Every heartbeat makes a new object, by whose identity it is recognised.
+    """What the main thread is doing. Every heartbeat makes a new object, so a new identity means progress.
 
     Args:
-        name: As in `heartbeat`.
-        files: As in `heartbeat`.
-        timeouts: Time-outs without a heartbeat after which the process is ended.
+        name: The argument `phase` of `heartbeat`.
+        files: See `heartbeat`.
+        timeouts: Number of time-outs without a heartbeat after which the process is ended.
     """
 
     name: str
@@ -59,14 +59,14 @@ class Watchdog:
     Args:
         timeout_seconds: Time without a heartbeat after which the process is ended.
         rank, world_size: Rank of this process, and number of processes.
-        ends_process: If false, the stacks are written once and the process goes on.
+        ends_process: If false, the stacks are written once, and the process continues.
     """
 
     def __init__(self, timeout_seconds: float, *, rank: int, world_size: int, ends_process: bool = True):
         self.timeout_seconds, self.rank, self.world_size = timeout_seconds, rank, world_size
         self.ends_process = ends_process
         self.is_ending = False
-        """Whether the process ends soon, because its main thread made no progress."""
+        """Whether the watchdog is about to end the process."""
         self.phase = Phase("start")
         self.owner = threading.get_ident()
         self._own_files = Path(f"/proc/self/task/{threading.get_native_id()}")
@@ -89,8 +89,8 @@ class Watchdog:
     def _watch(self) -> None:
         """Check for heartbeats until the block ends.
 
-        Idle time is the sum of the times between checks, each of limited length: a clock would also count the
-        time while the process is suspended.
+        Idle time is the sum of the intervals between checks. Each interval counts only up to a limit, because
+        a process may be suspended for a while.
         """
         seen, idle_seconds, activity, before = self.phase, 0.0, "", time.monotonic()
         while not self._over.wait(self._pause):
@@ -107,14 +107,14 @@ class Watchdog:
                 return
 
     def _arm_fallback(self) -> None:
-        """Let faulthandler end the process if this is not called again in time; see `GRACE_SECONDS`."""
+        """Make faulthandler end the process unless this method is called again in time (`GRACE_SECONDS`)."""
         if self.ends_process:
             seconds = self.phase.timeouts * self.timeout_seconds + GRACE_SECONDS
-            with suppress(RuntimeError):  # no further thread may be started: this one must go on
+            with suppress(RuntimeError):  # a limit on threads must not end the watchdog's own thread
                 faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
     def _activity(self) -> str:
-        """A text that changes while the main thread reads or writes, or while any rank's checkpoint grows."""
+        """A text that changes if the main thread reads or writes, or if checkpoints or weights change."""
         found: list[object] = []
         with suppress(OSError):
             found += (self._own_files / "io").read_text().splitlines()[:2]  # rchar, wchar
@@ -129,7 +129,7 @@ class Watchdog:
         return repr(found)
 
     def _end(self, phase: Phase, idle_seconds: float) -> None:
-        """Report the hang, then end the process, unless it is a notebook's kernel (`ends_process`)."""
+        """Report the hang; then end the process if `ends_process`, which is false in a notebook's kernel."""
         self.is_ending = self.ends_process
         stacks = self._folder.stacks(self.rank) if self._folder else None
         error = StuckError(
@@ -145,14 +145,14 @@ class Watchdog:
             return
         if self.world_size > 1:
             time.sleep(LINGER_SECONDS)
-        with suppress(Exception):  # a data worker that hangs would outlive its parent
+        with suppress(Exception):  # a hanging data worker would outlive this process
             for child in multiprocessing.active_children():
                 child.kill()
         os._exit(error.exit_code)
 
     def _report(self, error: StuckError, stacks: Path | None) -> None:
-        """Write to the terminal first, since the run's folder may be what hangs, and not through Python's
-        streams, whose locks the main thread may hold."""
+        """Write the report. The terminal comes first, since the disk of the run's folder may hang. Python's
+        streams are not used, since the main thread may hold their locks."""
         os.write(STDERR, f"rank {self.rank}: stacks of all threads:\n".encode())
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
         os.write(STDERR, f"error: {error}\n".encode())
@@ -177,9 +177,9 @@ _current: Watchdog | None = None
 
 @contextmanager
 def hang_watchdog(config: Config) -> Iterator[Watchdog]:
-    """Run a watchdog for this process's training, from the rendezvous to its end.
+    """Run a watchdog from the rendezvous to the end of this process's training.
 
-    A notebook's kernel that trains alone is not ended: only the stacks are written.
+    If a notebook's kernel trains as a single process, it is not ended: only the stacks are written.
     """
     global _current
     rank, world_size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
@@ -200,26 +200,25 @@ def hang_watchdog(config: Config) -> Iterator[Watchdog]:
 def heartbeat(phase: str | None = None, *, files: bool = False) -> None:
     """Report progress of the main thread; calls from other threads have no effect.
 
-    Does not return once the watchdog ends the process: what the main thread would write, were it to make
-    progress at last, would contradict the recorded end.
+    Once the watchdog ends the process, this function does not return: anything that the main thread then
+    wrote would contradict the recorded end.
 
     Args:
-        phase: What the main thread does now, to follow "no progress for N s in" in the message; None if it is
-            the same as before.
-        files: Whether, until the next heartbeat, bytes that the main thread reads or writes and growing files
-            in the run's checkpoints and weights count as progress too.
+        phase: What the main thread does now; it follows "no progress for N s in". None keeps the phase.
+        files: Whether file activity counts as progress until the next heartbeat: bytes that the main thread
+            reads or writes, and growing files in the run's checkpoints and weights.
     """
     watchdog = _current
     if watchdog is None or threading.get_ident() != watchdog.owner:
         return
     if watchdog.is_ending:
-        threading.Event().wait()  # for good: the watchdog ends the process
+        threading.Event().wait()  # waits forever: the watchdog ends the process
     last = watchdog.phase
     watchdog.phase = Phase(phase, files) if phase is not None else Phase(*last)
 
 
 def report_hangs_to(folder: Any, status: Any) -> None:
-    """Let the watchdog, if there is one, write stacks and status into the run's `RunFolder` and `Status`."""
+    """Make the watchdog, if there is one, write to the run's `RunFolder` and `Status`."""
     if _current is not None:
         _current._folder, _current._status = folder, status
 

@@ -25,8 +25,8 @@ def rotary_tables(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype)
     """Cosine and sine of each position's angles (arXiv:2104.09864), each [B, S, 1, D/2].
 
     The angles are always computed in fp32, as in transformers, so that every precision rotates by the same
-    numbers. The tables are real and computed in each forward pass, so that data parallelism has no buffer to
-    broadcast. Under YaRN both are scaled by `attention_factor`.
+    numbers. The tables are real. Each forward pass computes them, so that data parallelism has no buffer to
+    broadcast. YaRN scales both by `attention_factor`.
     """
     # A compiled graph computes the frequencies itself, since it can neither fill nor read a cache.
     compiling = torch.compiler.is_compiling()
@@ -41,7 +41,7 @@ def rotary_tables(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype)
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries or keys [B, S, heads, D] by the half-rotation convention of Llama and Qwen3.
 
-    Runs in the tables' type (at least fp32), also under autocast.
+    The rotation runs in the type of `cos` and `sin` (at least fp32), also under autocast.
     """
     x = x.to(cos.dtype)
     if not torch.compiler.is_compiling():
@@ -51,17 +51,17 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention_factor(config: ModelConfig) -> float:
-    """Factor of cosine and sine; attention scores have its square (YaRN, arXiv:2309.00071, equation 22)."""
+    """YaRN's factor of cosine and sine (arXiv:2309.00071, equation 22); scores are scaled by its square."""
     return 0.1 * math.log(config.rope_factor) + 1.0 if config.rope_type == "yarn" else 1.0
 
 
 @functools.lru_cache(maxsize=64)
 def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
-    """Radians per position of each pair of dimensions, fp32 [D/2], in transformers' order of operations.
+    """Frequency of each pair of dimensions in radians per position, fp32 [D/2].
 
-    `linear` (arXiv:2306.15595) divides all by the factor. `yarn` (arXiv:2309.00071, section 3.2) divides
-    those with fewer than `beta_slow` rotations over the original context, keeps those with more than
-    `beta_fast` rotations, and interpolates linearly between the two.
+    The order of operations is that of transformers. `linear` (arXiv:2306.15595) divides every frequency by
+    the factor. `yarn` (arXiv:2309.00071, section 3.2) divides the frequencies with fewer than `beta_slow`
+    rotations over the original context. It keeps those above `beta_fast`, and interpolates in between.
     """
     head_dim = config.attention_head_dim
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
@@ -79,7 +79,7 @@ def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def _pair_index(rotations: float, config: ModelConfig) -> float:
-    """Index of the pair with `rotations` rotations over the original context (YaRN, section 3.2)."""
+    """Index of the pair that makes `rotations` rotations over the original context (YaRN, section 3.2)."""
     span = config.rope_original_context / (rotations * 2 * math.pi)
     return config.attention_head_dim * math.log(span) / (2 * math.log(config.rope_theta))
 
@@ -91,8 +91,8 @@ class LayerCache(Protocol):
         """Store keys and values [B, S, M, D] of new positions.
 
         Returns:
-            Keys and values of all positions, [B, T, M, D], and the mask bool [B, 1, S, T] of visible keys,
-            None where attention is causal or sees all keys.
+            Keys and values of all positions, [B, T, M, D], and a mask, bool [B, 1, S, T]: which keys each
+            query sees. The mask is None if attention is causal or sees all keys.
         """
         ...
 
@@ -102,9 +102,9 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, cache: LayerCach
 
     Args:
         query: [B, S, N, D].
-        key: [B, S, M, D]; stored, in value's type.
-        value: [B, S, M, D]; stored.
-        cache: After `KeyValueCache.advance` for the new positions.
+        key: [B, S, M, D]; the cache stores it in value's type.
+        value: [B, S, M, D]; the cache stores it.
+        cache: `KeyValueCache.advance` must have been called for the new positions.
 
     Returns:
         [B, S, N, D], in value's type.
@@ -114,8 +114,8 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, cache: LayerCach
     with torch.autocast(query.device.type, enabled=False):
         if query.shape[1] > 1:
             return sdpa(query, keys, values, mask, 0.0)
-        # One position: the query heads of one key head take the place of positions, so that keys need not be
-        # repeated.
+        # With a single position, the query heads that share a key head take the place of the positions, so
+        # that keys are not repeated.
         grouped = query.view(len(query), keys.shape[2], -1, query.shape[3])
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).view(query.shape)
@@ -151,7 +151,7 @@ class Attention(nn.Module):
             x_BSH: The normalised hidden states.
             cos: [B, S, 1, D/2], from `rotary_tables`.
             sin: Sines, shaped as `cos`.
-            layout: Where documents lie, from `document_layout`; unused with a cache.
+            layout: Where documents lie in the batch, from `document_layout`; unused with a cache.
             cache: Keys and values of earlier positions, for generation.
         """
         projected = apply_linears(x_BSH, self.q_proj, self.k_proj, self.v_proj)
@@ -169,5 +169,5 @@ class Attention(nn.Module):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, layout: DocumentLayout, dropout: float
     ) -> Tensor:
-        """`document_attention`; replaced where other ranks have keys of the same sequences."""
+        """`document_attention`; `divide_sequences` replaces it if other ranks hold keys of a sequence."""
         return document_attention(query, key, value, layout, dropout)

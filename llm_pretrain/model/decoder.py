@@ -1,7 +1,7 @@
 """The decoder, its layers and its output head, with parameter names of Qwen3 and Qwen3-MoE.
 
-Shapes: B sequences, S positions, H hidden_size, V vocab_size, E experts. Sums run over positions; m is the
-loss_mask, n_i the number of loss tokens of sequence i.
+Shapes: B sequences, S positions, H hidden_size, V vocab_size, E experts. Sums run over positions. m is the
+loss_mask; n_i is the number of loss tokens of sequence i.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llm_pretrain.model.moe import Experts, MoeFeedForward, Router, RouterSums
 class OutputHead(Linear):
     """A linear map to the vocabulary that can also compute the loss sums of its logits.
 
-    Both are computed in `forward`, since sharding back-ends gather a module's parameters only for that call.
+    `forward` computes either, since sharding back-ends gather a module's parameters for that call only.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, kernels: Kernels = AUTO):
@@ -76,9 +76,9 @@ class DecoderLayer(nn.Module):
         cache: LayerCache | None = None,
         global_counts_E: Tensor | None = None,
     ) -> tuple[Tensor, RouterSums | None]:
-        """[B, S, H] to [B, S, H], and the router's sums of a mixture-of-experts layer.
+        """[B, S, H] to [B, S, H], and the router's sums; the sums of a dense layer are None.
 
-        Arguments as those of `Attention.forward` and `Router.forward`.
+        `Attention.forward` and `Router.forward` describe the arguments.
         """
         x_BSH = x_BSH + self._dropout(self.self_attn(self.input_layernorm(x_BSH), cos, sin, layout, cache))
         normed_BSH = self.post_attention_layernorm(x_BSH)
@@ -93,10 +93,10 @@ class DecoderLayer(nn.Module):
 
 
 def compile_layer(layer: DecoderLayer) -> None:
-    """Compile a layer that is not wrapped or sharded yet, in place.
+    """Compile a layer in place, before it is wrapped or sharded.
 
-    On a CPU neither experts nor attention within documents are compiled: their shapes differ from batch to
-    batch, and every new shape would be compiled.
+    On a CPU, experts and attention within documents stay uncompiled: their shapes change from batch to batch,
+    and torch would compile every new shape.
     """
     if not torch.cuda.is_available():
         for module in layer.modules():
@@ -106,7 +106,7 @@ def compile_layer(layer: DecoderLayer) -> None:
 
 
 class Cache(Protocol):
-    """Keys and values of earlier positions of all layers; `llm_pretrain.model.generation.KeyValueCache`."""
+    """All layers' keys and values of earlier positions; see `llm_pretrain.model.generation.KeyValueCache`."""
 
     @property
     def layers(self) -> Sequence[LayerCache]: ...
@@ -117,12 +117,12 @@ class Cache(Protocol):
 
 
 class DecoderOutput(NamedTuple):
-    """Without labels the logits; with labels loss sums, not multiplied by their coefficients."""
+    """The logits if there are no labels, else loss sums, not multiplied by their coefficients."""
 
     logits: Tensor | None
-    """[B, S, V]; None with labels."""
+    """[B, S, V]; None if there are labels."""
     loss_sum: Tensor | None
-    """Σ m · cross-entropy, 0-dim; None without labels, as are the next three."""
+    """Σ m · cross-entropy, 0-dim. Without labels, this field and the next three are None."""
     z_loss_sum: Tensor | None
     """Σ m · lse(logits)²."""
     aux_loss_sum: Tensor | None
@@ -239,10 +239,10 @@ class Decoder(nn.Module):
             loss_mask: bool [B, S]. Default: where labels are not IGNORE_INDEX, or everywhere.
             cache: Keys and values of each row's earlier positions, which `input_ids` continue; for
                 generation.
-            global_expert_counts: int64 [MoE layers, E], assignments in the whole global batch, for the
-                balance loss of scope `global_batch`; see `Router.forward`.
-            document_offsets: int32 [P + 1] (`cu_seqlens`), where the documents of `document_ids` begin along
-                the flattened batch; see `DocumentLayout`. Computing them on a GPU would synchronise with it.
+            global_expert_counts: int64 [MoE layers, E], each expert's assignments in the global batch, for
+                the balance loss of scope `global_batch`; see `Router.forward`.
+            document_offsets: int32 [P + 1] (`cu_seqlens`), where the documents of `document_ids` begin in the
+                flattened batch; see `DocumentLayout`. To compute them on a GPU would synchronise with it.
         """
         if loss_mask is None:
             loss_mask = (
@@ -256,7 +256,7 @@ class Decoder(nn.Module):
     def output(
         self, hidden_BSH: Tensor, router_sums: Sequence[RouterSums], labels: Tensor | None, loss_mask: Tensor
     ) -> DecoderOutput:
-        """The output of hidden states after the final norm, and the sums of all routers; see `forward`."""
+        """Compute logits or losses from the hidden states after the final norm; see `forward`."""
         if router_sums:
             counts = torch.stack([layer.counts for layer in router_sums])
             entropy = torch.stack([layer.entropy for layer in router_sums])
@@ -285,7 +285,7 @@ class Decoder(nn.Module):
 def full_precision_modules(model: nn.Module) -> list[nn.Module]:
     """All modules with parameters except the layers' matrices: embedding, norms, routers and head.
 
-    In low precision they compute in fp32, or apply autocast's casts themselves.
+    In low precision these modules compute in fp32, or apply autocast's casts themselves.
     """
     kinds = Embedding | RMSNorm | Router | OutputHead
     return [module for module in model.modules() if isinstance(module, kinds)]

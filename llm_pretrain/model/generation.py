@@ -16,7 +16,7 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.model.decoder import Decoder
 
 _PREFILL_LOGITS = 1 << 25
-"""Logits computed at a time while prompts are read in parts; only those of the last position are used."""
+"""Largest number of logits per forward pass over prompts; long prompts are read in several passes."""
 _INITIAL_SLOTS = 64
 
 
@@ -34,25 +34,25 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Yield, per position, one new id per prompt; None for a prompt that has ended.
 
-    A prompt ends at one of `stop_ids` (which is yielded), after `max_new_tokens`, or where prompt and text
-    together fill `max_position_embeddings`: the prefix is never shortened. The text depends, up to rounding,
-    on the prompt and its seed alone, not on the other prompts. Tokens are drawn in fp64 on the CPU, by one
-    uniform number per token, whatever the device. The global random state is neither read nor changed.
+    A prompt ends at one of `stop_ids` (which is yielded), after `max_new_tokens`, or when prompt and text
+    together fill `max_position_embeddings`: the prompt is never shortened. A text depends on its prompt and
+    its seed only, up to rounding, and not on the other prompts. Whatever the device, tokens are drawn in fp64
+    on the CPU, by one uniform number per token. The global random state is neither read nor changed.
 
     Args:
         model: In eval mode; runs on the device of its parameters.
         prompts: At least one id each.
-        vocab_size: The tokenizer's; the model's rows beyond it are padding and never drawn.
+        vocab_size: The tokenizer's number of tokens. The model's rows above it are padding and never drawn.
         max_new_tokens: Per prompt.
         temperature: Divides the logits; 0 selects the most likely token.
-        top_k: Draw from this number of most likely tokens; 0 from all.
+        top_k: Draw from this many most likely tokens; 0 means all.
         top_p: Draw from the most likely tokens that together have this probability, after temperature and
-            top_k (nucleus sampling, arXiv:1904.09751); 1 from all.
+            top_k (nucleus sampling, arXiv:1904.09751); 1 means all.
         seed: Seed of the sampling, one for all prompts or one for each.
         stop_ids: Ids that end a text.
 
     Raises:
-        ConfigError: A prompt is empty or leaves no position free, or a setting is out of range; named.
+        ConfigError: A prompt is empty or leaves no position free, or a setting is out of range.
     """
     limit = model.config.max_position_embeddings
     _check_settings(max_new_tokens, temperature, top_k, top_p)
@@ -99,7 +99,7 @@ def _generate(
         yield yielded
         if not rows:
             return
-        # Not around the loop: the mode would also apply to the caller's code between two tokens.
+        # Around the whole loop, inference mode would also apply to the caller's code between two tokens.
         with torch.inference_mode():
             if len(rows) < len(active):
                 cache.select(rows)
@@ -111,7 +111,7 @@ def _generate(
 def _prefill(
     model: Decoder, prompts: Sequence[Sequence[int]], cache: KeyValueCache, device: torch.device
 ) -> Tensor:
-    """Read all prompts into the cache; returns the logits [B, V] after each one's last id."""
+    """Read all prompts into the cache; returns the logits [B, V] after each prompt's last id."""
     lengths = [len(prompt) for prompt in prompts]
     padded = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
     for row, prompt in enumerate(prompts):
@@ -149,10 +149,10 @@ class _Sampler:
         probs = scaled.softmax(-1)
         reached = probs.cumsum(-1)
         if self.top_p < 1:
-            probs = probs.masked_fill(reached - probs >= self.top_p, 0)  # always keeps the most likely
+            probs = probs.masked_fill(reached - probs >= self.top_p, 0)  # always keeps the likeliest id
             reached = probs.cumsum(-1)
         uniform = [torch.rand(1, generator=each, dtype=torch.float64) for each in generators]
-        # One number per token for any number of kept ids: rounding cannot shift the numbers of later tokens.
+        # One random number per token, however many ids are kept: rounding shifts no number of a later token.
         target = torch.stack(uniform) * reached[:, -1:]
         chosen = torch.searchsorted(reached, target, right=True).clamp_(max=self.top_k - 1)
         return ids.gather(-1, chosen)[:, 0].tolist()
@@ -177,16 +177,16 @@ def _check_settings(max_new_tokens: int, temperature: float, top_k: int, top_p: 
 class KeyValueCache:
     """Keys and values of all layers, and the number of positions in each row.
 
-    Passed to `Decoder.forward` with each row's next ids; it determines their positions. Slot t of every row
-    holds position t. Prompts of different lengths are padded on the right, the padding is removed by
-    `truncate`, and new positions overwrite its slots:
+    Pass the cache to `Decoder.forward` with each row's next ids: it determines their positions. Slot t of a
+    row holds position t. Pad prompts of different lengths on the right. `truncate` then removes the padding,
+    and new positions overwrite its slots:
 
         logits = model(padded, cache=cache).logits       # [B, S, V], rows padded on the right to one length
         cache.truncate([len(prompt) for prompt in prompts])
         logits = model(next_ids, cache=cache).logits     # [B, 1, V], each row at its own position
 
-    Attributes: `lengths` (positions of each row), `layers`, and for the current forward pass `positions`
-    int64 [B, S] and `mask` bool [B, 1, S, T] (None where attention is causal or sees all keys).
+    Attributes: `lengths` (positions of each row) and `layers`. For the current forward pass, `positions` is
+    int64 [B, S] and `mask` is bool [B, 1, S, T], or None if attention is causal or sees all keys.
     """
 
     def __init__(self, num_layers: int):
@@ -195,12 +195,12 @@ class KeyValueCache:
         self.positions = torch.empty(0, 0, dtype=torch.int64)
         self.mask: Tensor | None = None
         self.start: int | None = None
-        """The first new position if it is the same in all rows; the new slots are then a slice."""
+        """The first new position, if all rows have the same one (the new slots are then a slice), or None."""
         self.stop = 0
-        """T."""
+        """T, the number of cache slots in use."""
 
     def advance(self, input_ids: Tensor) -> Tensor:
-        """Make room for the positions of `input_ids` [B, S]; returns them, int64 [B, S]."""
+        """Make room for `input_ids` [B, S]; returns their positions, int64 [B, S]."""
         (rows, count), device = input_ids.shape, input_ids.device
         lengths = self.lengths or [0] * rows
         if len(lengths) != rows:
@@ -225,7 +225,7 @@ class KeyValueCache:
         self.lengths = list(lengths)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows only, in this order."""
+        """Keep only the given rows, in the given order."""
         self.lengths = [self.lengths[row] for row in rows]
         for layer in self.layers:
             layer.select(rows)
@@ -247,7 +247,7 @@ class _LayerCache:
         return self._keys[:, :stop], self._values[:, :stop], self.cache.mask
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows only."""
+        """Keep only the given rows."""
         if self._keys is not None and self._values is not None:
             index = torch.tensor(rows, device=self._keys.device)
             self._keys, self._values = self._keys[index], self._values[index]
@@ -273,9 +273,9 @@ class _LayerCache:
 class TextStream:
     """Decodes ids to text one at a time; the returned parts, joined, are the text.
 
-    Decodes the bytes of the ids. A tokenizer's decoder, called again for all ids, could change earlier
-    characters when a byte is added. Bytes of an incomplete character are buffered until it is
-    complete; bytes that begin no character become U+FFFD.
+    A tokenizer's decoder, called again for all ids, could change earlier characters when an id is added. So
+    this class decodes bytes: it buffers the bytes of an incomplete character until the character is complete,
+    and replaces bytes that begin no character by U+FFFD.
 
     Args:
         pieces: The UTF-8 bytes of each id, empty for special ids.
@@ -286,9 +286,9 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The text completed by this id; may be empty."""
+        """The text that this id completes; may be empty."""
         return self._decoder.decode(self._pieces[token])
 
     def finish(self) -> str:
-        """The buffered bytes as text, at the end."""
+        """Decode the bytes that are still buffered, at the end of the text."""
         return self._decoder.decode(b"", final=True)

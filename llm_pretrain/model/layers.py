@@ -1,4 +1,4 @@
-"""What the decoder is made of beside attention and experts: linear layer, embedding, RMSNorm, feed-forward.
+"""Modules of the decoder other than attention and experts: linear layer, embedding, RMSNorm, feed-forward.
 
 Shapes: B sequences, S positions, H hidden_size or the normalised size, I intermediate_size.
 """
@@ -21,7 +21,7 @@ from llm_pretrain.model.kernels.layers import (
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias; zero until `initialize_weights` or `load_state_dict`."""
+    """A linear layer without bias; weights are zero until `initialize_weights` or `load_state_dict`."""
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False)
@@ -35,7 +35,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A token embedding; zero until `initialize_weights` or `load_state_dict`."""
+    """A token embedding; weights are zero until `initialize_weights` or `load_state_dict`."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -62,8 +62,8 @@ class FeedForward(nn.Module):
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation over the last dimension (arXiv:1910.07467), in at least fp32.
 
-    The result has the wider of the input's and the weight's types: fp32 under autocast, where the
-    parameters are fp32, and bf16 in a model that was cast to bf16 as a whole.
+    The result has the input's or the weight's type, whichever is wider: fp32 under autocast, where parameters
+    are fp32, and bf16 in a model that was cast to bf16 as a whole.
 
     Args:
         size: H.

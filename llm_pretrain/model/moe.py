@@ -1,8 +1,8 @@
 """Mixture of experts: the router with its balance losses, the experts, and the loss-free balancing bias.
 
 Shapes: B sequences, S positions, T = B*S tokens, H hidden_size, I moe_intermediate_size, E experts,
-K experts per token. In sums m is the loss_mask, n_i the number of loss tokens of sequence i, bal(i) its
-balance loss and p the router's probabilities.
+K experts per token. In sums, m is the loss_mask, n_i the number of loss tokens of sequence i, bal(i) the
+balance loss of sequence i and p the router's probabilities.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from llm_pretrain.model.layers import FeedForward
 
 
 class RouterSums(NamedTuple):
-    """Losses and counts of one layer's router; sums over the tokens whose loss_mask is 1."""
+    """Losses and counts of one layer's router, summed over the tokens whose loss_mask is 1."""
 
     aux_loss: Tensor
-    """Σ_i n_i · bal(i), 0-dim; with counts of the global batch Σ m · E · Σ_e f_e · p_e."""
+    """Σ_i n_i · bal(i), 0-dim; with counts of the global batch: Σ m · E · Σ_e f_e · p_e."""
     z_loss: Tensor
     """Σ m · lse(router logits)², 0-dim."""
     counts: Tensor
@@ -49,7 +49,7 @@ def count_assignments(chosen: Tensor, mask: Tensor, num_experts: int) -> Tensor:
     """
     rows = len(chosen)
     row = torch.arange(rows, device=chosen.device)[:, None, None]
-    # Flat: scatter_add is deterministic on CUDA for one dimension only.
+    # Flattened, because scatter_add on CUDA is deterministic for one dimension only.
     flat = (row * num_experts + chosen).flatten()
     ones = mask[..., None].expand_as(chosen).flatten().long()
     counts = torch.zeros(rows * num_experts, dtype=torch.int64, device=chosen.device)
@@ -68,14 +68,14 @@ def balance_sum(
 
     `f_e` is the fraction of sequence i's assignments to expert e, and `P_e` the mean probability of e (Switch
     Transformer, arXiv:2101.03961, section 2.2, per sequence as in arXiv:2412.19437, section 2.1.2). A
-    sequence without loss tokens adds 0. Given whole sequences' counts the sum is linear in the probabilities,
-    so that the sums of its parts add up.
+    sequence without loss tokens adds 0. With the counts of whole sequences, the sum is linear in the
+    probabilities, so the sums of a sequence's parts add up to the sum of the sequence.
 
     Args:
         probs: [B, S, E].
         chosen: int64 [B, S, K].
         mask: bool [B, S].
-        total: Counts of whole sequences from those of these positions; see `Router.total`.
+        total: Turns counts of these positions into counts of the whole sequences; see `Router.total`.
 
     Returns:
         The sum, 0-dim, and these positions' counts, int64 [B, E].
@@ -89,15 +89,15 @@ def balance_sum(
 
 
 def global_balance_sum(probs: Tensor, mask: Tensor, global_counts: Tensor) -> Tensor:
-    """`E · Σ_e f_e · Σ_t m·p_te`, which over all micro batches sums to N times the balance loss, 0-dim.
+    """`E · Σ_e f_e · Σ_t m·p_te`, 0-dim. Over all micro batches it sums to N times the balance loss.
 
-    `f_e` is the fraction of the whole global batch's assignments (arXiv:2501.11873, section 3), a constant.
-    The sum is linear in this micro batch's probabilities, so the parts add up at any split.
+    `f_e`, a constant, is expert e's fraction of all assignments of the global batch (arXiv:2501.11873,
+    section 3). The result is linear in the probabilities, so it adds up however the batch is split.
 
     Args:
         probs: [B, S, E].
         mask: bool [B, S].
-        global_counts: int64 [E], over all ranks and micro batches, N·K in total.
+        global_counts: int64 [E], over all ranks and micro batches; its sum is N·K for N loss tokens.
     """
     fractions_E = (global_counts.double() / global_counts.sum()).to(probs.dtype)
     return (fractions_E * masked_sums(probs, mask).sum(0)).sum() * probs.shape[-1]
@@ -106,14 +106,14 @@ def global_balance_sum(probs: Tensor, mask: Tensor, global_counts: Tensor) -> Te
 class Router(nn.Module):
     """Routing to the top K of E experts by softmax or sigmoid scores.
 
-    A chosen expert's weight is its score, divided by the sum of the chosen scores with `norm_topk_prob`,
-    times `routed_scaling_factor`. With `router_bias_update_rate` > 0 a bias without gradient
-    (arXiv:2408.15664) is added to the scores for the choice, not for the weights.
+    A chosen expert's weight is its score times `routed_scaling_factor`. `norm_topk_prob` divides the score by
+    the sum of the chosen scores. If `router_bias_update_rate` > 0, a bias without gradient (arXiv:2408.15664)
+    is added to the scores that choose the experts, but not to the weights.
 
     Balance loss and entropy are computed from a distribution over experts: the softmax, or the sigmoid scores
-    divided by their sum (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20). Both are the softmax of the
-    scores' logarithms, which stays defined where every score underflows. The z-loss is computed from the
-    logits. All of it runs in at least fp32, also under autocast.
+    divided by their sum (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20). The code takes the softmax of
+    the scores' logarithms for both, which stays defined where every score underflows. The z-loss is computed
+    from the logits. Everything runs in at least fp32, also under autocast.
     """
 
     e_score_correction_bias: Tensor | None
@@ -137,8 +137,8 @@ class Router(nn.Module):
         Args:
             x_BSH: The normalised hidden states.
             mask_BS: bool, the tokens that count in the sums; all tokens are routed.
-            global_counts_E: int64, assignments in the whole global batch, for the balance loss of scope
-                `global_batch`. Without them that scope is computed as `micro_batch`.
+            global_counts_E: int64, each expert's assignments in the global batch, for the balance loss of
+                scope `global_batch`. If it is None, that scope is computed like `micro_batch`.
 
         Returns:
             Weights [T, K] in at least fp32, chosen experts int64 [T, K], and the sums.
@@ -154,18 +154,18 @@ class Router(nn.Module):
         return weights_BSK.flatten(0, 1), chosen_BSK.flatten(0, 1), sums
 
     def _ranking(self, scores_BSE: Tensor) -> Tensor:
-        """What the experts are chosen by: their scores, and the bias where there is one."""
+        """The numbers that experts are chosen by: scores, plus the bias if there is one."""
         bias_E = self.e_score_correction_bias
         return scores_BSE.detach() if bias_E is None else scores_BSE.detach() + bias_E
 
     def ranking(self, x_BSH: Tensor) -> Tensor:
-        """What `forward` chooses the experts by, [B, S, E] in at least fp32, without gradient."""
+        """The numbers by which `forward` chooses experts, [B, S, E] in at least fp32, without gradient."""
         with torch.no_grad(), torch.autocast(x_BSH.device.type, enabled=False):
             logits_BSE = linear(at_least_fp32(x_BSH), at_least_fp32(self.weight))
             return self._ranking(logits_BSE.sigmoid() if self.sigmoid else logits_BSE.softmax(-1))
 
     def total(self, counts: Tensor) -> Tensor:
-        """Counts of whole sequences; replaced where other ranks have positions of the same sequences."""
+        """Counts of whole sequences; `divide_sequences` replaces it if other ranks have some positions."""
         return counts
 
     def _weights(self, scores_BSK: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E experts in two stacked parameters, so that every one has a gradient, with tokens or without."""
+    """E experts in two stacked parameters, so that experts without tokens have a gradient too."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels = AUTO):
         super().__init__()
@@ -228,7 +228,7 @@ class Experts(nn.Module):
             chosen_TK: int64, the experts.
 
         Returns:
-            [T, H] in x's type. The products run in autocast's type inside an autocast region, in x's outside.
+            [T, H] in x's type. Products run in autocast's type inside an autocast region, else in x's type.
         """
         dtype = product_dtype(x_TH)
         gate_up, down = self.parameters_to_multiply()
@@ -237,7 +237,7 @@ class Experts(nn.Module):
             return kernel(x_TH, gate_up, down, weights_TK, chosen_TK, dtype, self.activation)
 
     def parameters_to_multiply(self) -> tuple[Tensor, Tensor]:
-        """`gate_up_proj` and `down_proj`."""
+        """`gate_up_proj` and `down_proj`; expert parallelism overrides this method."""
         return self.gate_up_proj, self.down_proj
 
 
@@ -248,14 +248,14 @@ class MoeFeedForward(nn.Module):
         super().__init__()
         self.gate = Router(config)
         self.experts = Experts(config, kernels)
-        # Shared experts side by side are one unit of their summed width (arXiv:2401.06066, section 3.2).
+        # n shared experts are computed as one network of n times the width (arXiv:2401.06066, section 3.2).
         size = config.n_shared_experts * config.expert_intermediate_size
         self.shared_experts = FeedForward(config.hidden_size, size, self.experts.activation) if size else None
 
     def forward(
         self, x_BSH: Tensor, mask_BS: Tensor, global_counts_E: Tensor | None = None
     ) -> tuple[Tensor, RouterSums]:
-        """[B, S, H] to [B, S, H] and the router's sums; arguments as those of `Router.forward`."""
+        """[B, S, H] to [B, S, H] and the router's sums; `Router.forward` describes the arguments."""
         weights_TK, chosen_TK, sums = self.gate(x_BSH, mask_BS, global_counts_E)
         out_BSH = self.experts(x_BSH.flatten(0, 1), weights_TK, chosen_TK).view_as(x_BSH)
         return (out_BSH if self.shared_experts is None else out_BSH + self.shared_experts(x_BSH)), sums
@@ -267,19 +267,19 @@ def update_router_bias(
 ) -> None:
     """Update every router's bias towards a balanced load: `b_e += rate · sign(mean count - count_e)`.
 
-    Loss-free balancing (arXiv:2408.15664, algorithm 1). Called once per optimizer step that was not skipped,
-    with the counts of the whole global batch, so that all ranks apply the same update.
+    This is loss-free balancing (arXiv:2408.15664, algorithm 1). Call it once per optimizer step, with the
+    counts of the whole global batch, so that all ranks apply the same update.
 
     Args:
         model: A `Decoder` (unwrapped).
         expert_counts: int64 [MoE layers, E], global.
         rate: Size of the update, `router_bias_update_rate`.
-        found_inf: 0-dim, on the device: 1 if the step was skipped and the bias must not change, else 0.
+        found_inf: 0-dim, on the device: 1 if the step was skipped, which keeps the bias unchanged, else 0.
     """
     stack: Any = model.get_submodule("model")
     for layer, counts in zip(stack.config.moe_layers, expert_counts, strict=True):
         router = next((each for each in stack.layers[layer].modules() if isinstance(each, Router)), None)
-        bias = router.e_score_correction_bias if router else None  # another stage may have the layer
+        bias = router.e_score_correction_bias if router else None  # or in another pipeline stage
         if bias is not None:
             load = counts.to(bias.device, torch.float64)
             update = (load.mean() - load).sign().to(bias.dtype)

@@ -11,5 +11,5 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device_type: str, precision: str) -> AbstractContextManager[Any]:
-    """A context of forward passes in this precision, which can be entered again and again."""
+    """A context manager for forward passes in this precision; it can be entered several times."""
     return nullcontext() if precision == "fp32" else torch.autocast(device_type, DTYPES[precision])

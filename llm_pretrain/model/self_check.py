@@ -1,8 +1,8 @@
 """Compares the kernels that training takes on a device with their definitions, on small inputs.
 
-Definitions are computed in float64 on the CPU. The inputs have the model's sizes, large ones reduced. Their
-values are exact in the type of the products, so that only the kernel's own arithmetic differs. They are drawn
-on the CPU by a fixed generator, so that every rank checks the same.
+Definitions are computed in float64 on the CPU. The inputs have the model's sizes; large sizes are reduced.
+Input values are exact in the type of the products, so that only the kernel's own arithmetic differs. They are
+drawn on the CPU from a fixed seed, so that every rank checks the same values.
 
 Shapes: B sequences, S positions, T = B*S tokens, N query heads, M key and value heads, D head_dim, E experts,
 K experts per token, H hidden_size, I moe_intermediate_size, V vocab_size.
@@ -36,21 +36,21 @@ from llm_pretrain.model.layers import RMSNorm
 Part = Literal["experts", "attention", "loss", "norm", "optimizer", "compile"]
 PARTS: tuple[Part, ...] = ("experts", "attention", "loss", "norm", "optimizer")
 FIXED: dict[Part, str] = {"norm": "fused", "optimizer": "fused", "compile": "on"}
-"""What is checked of the parts that `Kernels` has no choice for."""
+"""Implementations of the parts that `Kernels` has no choice for."""
 _DOCUMENTS = ((1, 130, 61, 64), (100, 1, 1, 154))
-"""Lengths of the documents in each of 2 rows of 256 positions. Some have a single token; some lie inside a
-block of FlexAttention (128 positions) and some across two."""
+"""Lengths of the documents in each of 2 rows of 256 positions. Some documents have a single token. Some lie
+inside a block of FlexAttention (128 positions), and some cross the border of two."""
 _TOKENS = sum(map(sum, _DOCUMENTS))
 _WIDEST, _MOST_EXPERTS, _MOST_VOCABULARY, _MOST_HEADS = 256, 16, 5000, 2
-"""Largest H and I, E (at least 2K), V (more than one block of 4,096 columns of the loss kernel) and M."""
+"""Largest H and I, E (2K if that is more), V (more than the loss kernel's block of 4,096 columns) and M."""
 _ALIGNED = 16
-"""Reduced sizes keep their remainder by this, since alignment decides which kernel and code path is used."""
+"""A reduced size keeps its remainder modulo 16, since alignment decides which kernel and code path runs."""
 _SUMMED = 256
-"""fp32 roundings that the bound allows for sums; see `error_bound`."""
+"""Rounding errors that the bound allows for sums in fp32; see `error_bound`."""
 _TF32 = 2.0**-9
-"""What the bound allows for products in TF32; see `error_bound`."""
+"""Error that the bound allows for products in TF32; see `error_bound`."""
 _LOSS_SCALE = 256.0
-"""Gradient of the summed loss: with 1, small gradients would be subnormal in fp16."""
+"""Gradient of the summed loss. With a gradient of 1, small gradients would be subnormal in fp16."""
 _STEPS, _RATE, _DECAY, _BETAS, _EPS = 3, 0.1, 0.1, (0.9, 0.95), 1e-8
 """Steps and options of the AdamW that is checked."""
 
@@ -58,21 +58,21 @@ _STEPS, _RATE, _DECAY, _BETAS, _EPS = 3, 0.1, 0.1, (0.9, 0.95), 1e-8
 def error_bound(part: Part, device: torch.device, dtype: torch.dtype) -> float:
     """The largest relative error that rounding explains: `u + 256 · 2⁻²³`, twice that for a compiled layer.
 
-    The first term is for roundings to the type of the products. u is the distance from 1 to the next number:
+    The first term covers rounding to the type of the products. u is the distance from 1 to the next number:
 
     - 2⁻⁷ in bf16, 2⁻¹⁰ in fp16;
-    - 2⁻⁹ in fp32 where products may use TF32: twice its 2⁻¹⁰, since TF32 rounds the inputs too;
+    - 2⁻⁹ in fp32 if products may use TF32: twice the 2⁻¹⁰ of TF32, since TF32 rounds the inputs too;
     - 0 in fp32 otherwise, and always for norm and optimizer, which compute in fp32.
 
-    One rounding to nearest is at most u/2 off; its root mean square is at most u/(2·sqrt(3)). A result, or a
-    gradient, has passed up to eight independent roundings, whose relative errors add up to at most
+    Rounding to nearest has an error of at most u/2 and a root mean square error of at most u/(2·sqrt(3)). A
+    result or gradient is rounded up to eight times, independently. The relative errors add up to at most
     sqrt(8)·u/(2·sqrt(3)) = 0.82·u.
 
-    The second term is for sums in fp32: the error of a sum of n terms is about sqrt(n)·2⁻²⁴, and n is at most
-    5,000. A compiled layer is several kernels in a row.
+    The second term covers sums in fp32: the error of a sum of n terms is about sqrt(n)·2⁻²⁴, and n is at most
+    5,000. A compiled layer has twice the bound because it runs several kernels in a row.
 
-    The bound of a kernel is below 0.8 %, so that a factor that is 1 % off, one missing expert of 16 or a key
-    of another document is found in every type.
+    The bound of a kernel is below 0.8 %. In every type, the check therefore finds a factor that is 1 % off,
+    one missing expert of 16, or a key of another document.
     """
     unit = 0.0
     if part not in ("norm", "optimizer"):
@@ -89,17 +89,17 @@ def _allows_tf32() -> bool:
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """What one kernel computed on a device.
+    """The check of one kernel on a device.
 
     Args:
-        part: What it computes.
-        implementation: Its name, as in `Kernels` or `FIXED`.
-        reference: What it was compared with, in words.
-        forward_error: The largest relative error of its results: `|found - expected| / |expected|` in the
-            Euclidean norm of a tensor; not finite where a result is not. None if the kernel raised.
-        backward_error: The largest of its gradients (for the optimizer, of its moments), likewise.
-        bound: The largest value of both errors that passes; see `error_bound`.
-        error: The exception that it raised, in one line; None if it ran.
+        part: The part that the kernel computes.
+        implementation: The kernel's name, as in `Kernels` or `FIXED`.
+        reference: The definition that the kernel was compared with, in words.
+        forward_error: The largest relative error of a result: `|found - expected| / |expected|` in the
+            Euclidean norm of a tensor. Not finite if a result is not finite; None if the kernel raised.
+        backward_error: The largest relative error of a gradient (for the optimizer, of a moment).
+        bound: The check fails if one of the errors is larger; see `error_bound`.
+        error: The exception that the kernel raised, in one line; None if it ran.
         seconds: Duration of the check, compilation included.
     """
 
@@ -114,7 +114,7 @@ class KernelCheck:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, in words; None for a kernel that may be used."""
+        """What is wrong with the kernel, in words; None if it may be used."""
         if self.error is not None:
             return f"raised {self.error}"
         for kind, error in (("results", self.forward_error), ("gradients", self.backward_error)):
@@ -133,10 +133,10 @@ def check_kernels(
     """Check the implementations that training would use; one entry for each part that the model has.
 
     Args:
-        config: The model's; `vocab_size` None counts as 0.
-        kernels: Its implementations, `auto` included.
-        device: Where it will train.
-        dtype: Type of its matrix products there: bf16, fp16 or fp32.
+        config: The model's shape; `vocab_size` None counts as 0.
+        kernels: The configured implementations, `auto` included.
+        device: The device of the training.
+        dtype: Type of the matrix products in training: bf16, fp16 or fp32.
         parts: Parts to check; `compile` compiles a layer of each kind, which takes longer.
 
     Raises:
@@ -158,14 +158,14 @@ class _Device(NamedTuple):
     dtype: torch.dtype
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The region in which training computes."""
+        """The autocast region that training computes in."""
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
 
 class _Computed(NamedTuple):
-    """Results and gradients; a kernel's and its definition's are in the same order."""
+    """Results and gradients, in one order for a kernel and its definition."""
 
     results: list[Any]
     gradients: list[Any]
@@ -202,7 +202,7 @@ def _checked(part: Part, config: ModelConfig, kernels: Kernels, on: _Device) -> 
 
 
 def _error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
-    """The largest relative error of any tensor; infinite if only one side has it, NaN if a value is NaN."""
+    """The largest relative error of a tensor; infinite if one side lacks a tensor, NaN if a value is NaN."""
     errors = []
     for ours, exact in zip(found, expected, strict=True):
         if ours is None or exact is None:
@@ -215,7 +215,7 @@ def _error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) ->
 
 
 class _Inputs:
-    """Random values that are exact in `dtype`; every instance draws the same ones."""
+    """Random values that are exact in `dtype`; every instance draws the same values."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype, self.generator = dtype, torch.Generator().manual_seed(0)
@@ -231,9 +231,9 @@ def _computed(
     """Results of `function`, and the gradients of its first results with respect to `leaves`.
 
     Args:
-        function: Takes the leaves.
+        function: Takes the leaves as arguments.
         leaves: Inputs and weights.
-        grad_outputs: One for each result that is differentiated, in the results' order.
+        grad_outputs: Gradients of the first results, in their order; further results are not differentiated.
     """
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     results = function(*leaves)
@@ -257,12 +257,12 @@ def _compared(
 
 
 def _capped(size: int, cap: int) -> int:
-    """`size`, or if it is larger than `cap` the largest number up to `cap` with the same remainder by 16."""
+    """`size` if it is at most `cap`, else the largest number up to `cap` with that remainder modulo 16."""
     return size if size <= cap else cap - (cap - size) % _ALIGNED
 
 
 def _experts(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed, _Computed]:
-    """The experts' sum [T, H]: one expert gets no token, the others get different numbers of them."""
+    """The experts' sum [T, H]: one expert gets no token, the others get different numbers of tokens."""
     draw, top_k = _Inputs(on.dtype), config.num_experts_per_tok
     experts = min(config.num_experts, max(_MOST_EXPERTS, 2 * top_k))
     hidden, width = (_capped(n, _WIDEST) for n in (config.hidden_size, config.expert_intermediate_size))
@@ -290,20 +290,20 @@ def _experts(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Compu
 
 
 def _document_ids() -> tuple[Tensor, Tensor]:
-    """Document ids, int64 [B, S], and offsets, int32, whose end is repeated as padding repeats a batch's."""
+    """Document ids, int64 [B, S], and offsets, int32; the last offset is repeated, as in a padded batch."""
     rows = [[index for index, length in enumerate(row) for _ in range(length)] for row in _DOCUMENTS]
     lengths = torch.tensor([0, *(length for row in _DOCUMENTS for length in row), 0, 0])
     return torch.tensor(rows), lengths.cumsum(0).int()
 
 
 def _visible(ids: Tensor) -> Tensor:
-    """bool [B, 1, S, S]: whether a key is of the query's document and not after the query."""
+    """bool [B, 1, S, S]: whether a key is in the query's document, at or before the query."""
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
     return (ids[:, None, :, None] == ids[:, None, None, :]) & causal
 
 
 def _attention(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed, _Computed]:
-    """Attention [B, S, N, D] of scores with a standard deviation of two, so that a wrong scale is found."""
+    """Attention [B, S, N, D]. Scores have a standard deviation of two, so that a wrong scale is found."""
     draw, size = _Inputs(on.dtype), config.attention_head_dim
     groups = config.num_attention_heads // config.num_key_value_heads
     heads = min(config.num_key_value_heads, _MOST_HEADS)
@@ -348,7 +348,7 @@ def _loss(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed
     def ours(states: Tensor, weight: Tensor) -> list[Tensor]:
         with on.autocast():
             sums = kernel(states, weight, *targets, coefficient)
-        # as in `Objective`: without a coefficient the z-loss is not added, and has no gradient
+        # as in `Objective`: if the coefficient is 0, the z-loss is not added and has no gradient
         objective = sums.loss + coefficient * sums.z_loss if coefficient else sums.loss
         return [objective, sums.token_losses]
 
@@ -385,7 +385,7 @@ def _norm(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed
 
 
 def _optimizer(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed, _Computed]:
-    """Three steps of fused AdamW on a matrix and a vector, then one that it must skip by `found_inf`."""
+    """Three steps of fused AdamW on a matrix and a vector, then a step that `found_inf` must skip."""
     draw = _Inputs(torch.float32)
     shapes = ((3, 67), (130,))
     values = [draw.normal(*shape, std=0.1) for shape in shapes]
@@ -423,7 +423,7 @@ def _adamw(value: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor, 
 def _compiled(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed, _Computed]:
     """A layer of each kind, compiled on the device and uncompiled in float64 on the CPU.
 
-    Experts are reduced to K, so that every token passes through all of them: rounding could change a choice.
+    The layer has only K experts, so that every token passes through all: rounding could change a choice.
     """
     from torch import _dynamo
 
@@ -468,12 +468,12 @@ def _compiled(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Comp
                 total.results.extend(part.results)
                 total.gradients.extend(part.gradients)
     finally:
-        _dynamo.reset()  # the graphs of these layers would count towards the limit of the model's
+        _dynamo.reset()  # else the graphs of these layers count towards the limit for the model's graphs
     return found, expected
 
 
 def _layer_inputs(x: Tensor, config: ModelConfig, implementation: Any) -> tuple[Any, ...]:
-    """Arguments of a layer; `implementation` of attention lays out the documents, None makes a mask."""
+    """Arguments of a layer; `implementation` of attention decides the layout, and None makes a mask."""
     ids, offsets = (each.to(x.device) for each in _document_ids())
     if implementation is None:
         layout = DocumentLayout(mask=_visible(ids))

@@ -16,7 +16,7 @@ class ParameterCounts(NamedTuple):
 
     total: int
     active: int
-    """Those used for one token: of a mixture-of-experts layer, the chosen experts only."""
+    """Scalars that one token uses: the whole model except the experts that the token is not routed to."""
 
 
 @cache
@@ -33,8 +33,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Floating-point operations per trained token, forward and backward: the numerator of MFU.
 
     `6 · active parameters in matrix products + 12 · layers · heads · head_dim · S` (PaLM,
-    arXiv:2204.02311, appendix B). The head is included, the embedding lookup is not;
-    attention is counted over all S positions although it is causal, as in published figures.
+    arXiv:2204.02311, appendix B). The count includes the head, but not the embedding lookup. It has attention
+    over all S positions although attention is causal, as in published figures.
     """
     embedding = (config.vocab_size or 0) * config.hidden_size
     products = count_parameters(config).active - (0 if config.tie_word_embeddings else embedding)
@@ -43,7 +43,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 
 
 class LayerMatrices(NamedTuple):
-    """Scalars of a layer's matrices in matrix products, without the router."""
+    """Numbers of scalars in a layer's weight matrices, without the router."""
 
     dense: int
     """Scalars that every token passes through."""

@@ -12,18 +12,18 @@ from torch import Tensor
 
 
 class Activation(NamedTuple):
-    """An elementwise function, and what kernels with a backward pass of their own take of it."""
+    """An elementwise function, in the forms that autograd and our own backward passes need."""
 
     function: Callable[[Tensor], Tensor]
-    """Differentiable; autograd keeps its input alone, as the memory estimate counts it."""
+    """The differentiable function. Autograd saves only its input, as the memory estimate assumes."""
     write: Callable[[Tensor, Tensor], object]
-    """Writes the function of the first tensor to the second."""
+    """`write(x, out)` writes the function of x to `out`."""
     write_gradient: Callable[[Tensor, Tensor, Tensor], object]
-    """Writes the first tensor, the result's gradient, times the derivative at the second to the third."""
+    """`write_gradient(grad, x, out)` writes `grad` times the derivative at x to `out`."""
 
 
 class _SquaredReLU(torch.autograd.Function):
-    """Keeps its input; eager autograd would keep relu(x) too."""
+    """Saves x only; eager autograd would save relu(x) too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Causal attention within the documents of packed sequences: the documents' layout and the kernels.
 
-On a CPU each document is computed on its own, by `block_attention` or torch's kernel; on CUDA by one varlen
-or FlexAttention call, or with a mask. Kernels agree up to rounding.
+On a CPU, each document is computed separately, by `block_attention` or torch's kernel. On CUDA, one call of
+varlen, FlexAttention or masked attention computes the batch. Kernels agree up to rounding.
 
 Shapes: B sequences, S positions, T = B*S, N query heads, M key and value heads, D head_dim, P document
 pieces; a block is 128 positions, Q = ceil(S/128).
@@ -26,18 +26,18 @@ from llm_pretrain.model.kernels.layers import uncompiled
 _BLOCK = 128
 """Positions of a block of FlexAttention."""
 BLOCKS_FROM, BLOCKS_TO = 64, 1024
-"""Mean document lengths between which `block_attention` is faster on a CPU; in bf16 also above."""
+"""Between these mean document lengths, `block_attention` is faster on a CPU; in bf16 also above them."""
 
 
 class DocumentLayout(NamedTuple):
-    """Where documents lie in a batch. At most one field is set; without any, every row is one document."""
+    """Where documents lie in a batch. At most one field is set. If none is, every row is one document."""
 
     offsets: Tensor | None = None
-    """int32 [P + 1]: where pieces begin along T, then T, possibly repeated; no piece crosses two rows."""
+    """int32 [P + 1]: the start of each piece along T, then T, possibly repeated; a piece is in one row."""
     mask: Tensor | None = None
     """bool [B, 1, S, S]: which keys each query attends to."""
     block_mask: Any = None
-    """FlexAttention's BlockMask of these keys."""
+    """FlexAttention's BlockMask: which keys each query attends to."""
 
 
 def document_layout(
@@ -49,8 +49,8 @@ def document_layout(
 
     Args:
         document_ids: int64 [B, S], constant within a document; None means one document per row.
-        offsets: int32 [P + 1], the same documents on the same device, as in `DocumentLayout`. Without them
-            they are computed on a CPU; elsewhere that would synchronise, so `varlen` becomes `sdpa`.
+        offsets: int32 [P + 1] of the same documents, on their device; see `DocumentLayout`. Default: computed
+            on a CPU. On other devices that would synchronise, so `varlen` becomes `sdpa` instead.
         implementation: From `attention_implementation`.
     """
     if document_ids is None:
@@ -82,7 +82,7 @@ def _offsets(document_ids: Tensor) -> Tensor:
 def _block_mask(document_ids: Tensor) -> Any:
     """FlexAttention's mask: a block of queries attends to blocks from its first document's start to itself.
 
-    Built from the documents' starts in O(B·S); `create_block_mask` tests all pairs, in O(B·S²).
+    To build the mask from the documents' starts takes O(B·S); `create_block_mask` tests all O(B·S²) pairs.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -121,9 +121,9 @@ def document_attention(
     """Causal attention within documents, in value's type also under autocast.
 
     Args:
-        query: [B, S, N, D], in value's type or a wider one; so the key.
-        key: [B, S, M, D]; M divides N.
-        value: [B, S, M, D]; the products run in its type, or on a CPU in a wider one where that is faster.
+        query: [B, S, N, D], in value's type or a wider one.
+        key: [B, S, M, D], in value's type or a wider one; M divides N.
+        value: [B, S, M, D]; products run in value's type, or in a wider one where that is faster on a CPU.
         layout: From `document_layout`.
         dropout: Probability of dropping an attention weight; 0 outside training.
 
@@ -145,16 +145,16 @@ def document_attention(
 def part_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: DocumentLayout, chunks: Sequence[tuple[int, int]]
 ) -> Tensor:
-    """`document_attention` of some of the positions to the keys of all, without dropout.
+    """`document_attention` of the queries of some positions to the keys of all positions, without dropout.
 
-    A query costs in proportion to the keys that it attends to.
+    The cost of a query is proportional to the number of keys that it attends to.
 
     Args:
-        query: [B, s, N, D], of the chunks' positions.
+        query: [B, s, N, D], the queries of the chunks' positions.
         key: [B, S, M, D].
         value: [B, S, M, D].
         layout: Layout of the whole sequences.
-        chunks: Ranges of positions of every sequence, ascending, of s positions together.
+        chunks: Ranges of positions, ascending, with s positions in total; all sequences have these ranges.
 
     Returns:
         [B, s, N, D] in value's type.
@@ -202,16 +202,16 @@ def _by_documents(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, dr
     dtype, wide = value.dtype, torch.promote_types(value.dtype, torch.float32)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     if len(lengths) == len(query):
-        # Type and layout of the result are those of the other branches, so that a compiled layer is not
-        # compiled again.
+        # The result gets the type and memory layout of the other branches, so that torch does not compile a
+        # compiled layer again.
         return sdpa(query, key, value, None, dropout).to(dtype).contiguous()
-    # `split` instead of slices: its backward is one concatenation, that of a slice a full-size tensor each.
+    # `split`, because its backward is one concatenation; each slice would have a full-size gradient.
     pieces = zip(*(x.flatten(0, 1).split(lengths) for x in (query, key, value)), strict=True)
     out = [sdpa(qp[None], kp[None], vp[None], None, dropout)[0] for qp, kp, vp in pieces]
     return torch.cat(out).view(query.shape).to(dtype)
 
 
-@uncompiled  # a graph of its loop of small products is not faster
+@uncompiled  # a compiled loop of small products is not faster
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, edges: Sequence[int]) -> Tensor:
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))
     return block_attention(q, k, v, edges).view(query.shape)
@@ -222,10 +222,10 @@ def _varlen(
 ) -> Tensor:
     """Flash attention over documents of different lengths.
 
-    Queries of a chunk of the positions are the last ones of the keys that they attend to, as the kernel takes
-    them to be: a document's keys end with the chunk. What lies before and after it are pieces without
-    queries, whose keys flash attention gives gradients of zero (flash_bwd_kernel.h, `actual_seqlen_q == 0`).
-    To leave them out, their number would have to be read from the device.
+    The kernel assumes that a piece's queries are at its last positions. So with a chunk, the keys of a
+    document end where the chunk ends. The positions before and after are pieces without queries; flash
+    attention gives their keys gradients of zero (flash_bwd_kernel.h, `actual_seqlen_q == 0`). To leave these
+    pieces out, the host would have to read their number from the device.
     """
     kernel, options = varlen_kernel()
     columns = key.shape[1]
@@ -237,14 +237,14 @@ def _varlen(
         inside = (offsets % columns - start).clamp(0, stop - start)
         queries_until = offsets // columns * (stop - start) + inside
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))
-    # An upper bound on lengths: the longest length differs between batches, and reading it would synchronise.
+    # The row length bounds all lengths. The longest length differs by batch; to read it would synchronise.
     return kernel(q, k, v, queries_until, offsets, query.shape[1], columns, **options).view(query.shape)
 
 
 @functools.cache
 def varlen_kernel() -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """`varlen_attn` and its options for causal attention; torch 2.11 takes grouped heads without a word."""
-    # Its module imports torch's compiler, which takes a second.
+    """`varlen_attn` and its options for causal attention; torch 2.11 needs no option for grouped heads."""
+    # Imported here because the module imports torch's compiler, which takes a second.
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1, 0)}
@@ -261,32 +261,32 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, block_mask: Any) -> Tensor:
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    """Compiled, since uncompiled it holds all scores; the graph of a compiled layer includes it."""
+    """Compiled FlexAttention: uncompiled, it holds all scores. A compiled layer's graph includes it."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
 
 
 ROWS = 64
-"""R in fp32: smaller blocks compute fewer masked scores, larger ones have faster products."""
+"""Rows R of a block in fp32: smaller blocks compute fewer masked scores, larger ones have faster products."""
 LOW_PRECISION_ROWS = 128
-"""R in bf16 and fp16."""
+"""Rows R of a block in bf16 and fp16."""
 KEPT_LENGTH = 512
-"""Probabilities of documents up to this length L are saved for the backward pass, at most 2·N·L bytes per
-token and layer in fp32 and half of it in bf16; those of longer documents are computed again."""
+"""Largest length L of a document whose probabilities are saved for the backward pass: at most 2·N·L bytes per
+token and layer in fp32, half of that in bf16. The backward pass computes those of longer documents again."""
 
 
 class _Block(NamedTuple):
     """Queries of a block of positions, and the keys that the block attends to."""
 
     rows: slice
-    """Places of the queries."""
+    """Rows of the query tensor."""
     keys: slice
-    """Counted from the document's start; the last ones are the block's own positions."""
+    """Positions from the document's start; the last ones are the block's positions."""
     first: int
-    """Which of the block's positions the first query has."""
+    """Position of the first query within the block."""
     size: int
-    """Positions of the block."""
+    """Number of positions in the block."""
 
 
 def block_attention(
@@ -302,11 +302,11 @@ def block_attention(
     value's type, and sums over blocks in at least fp32.
 
     Args:
-        query: [T, N, D], in value's type or a wider one; so the key. With `own` only those of its positions.
-        key: [T, M, D].
-        value: [T, M, D]; the result has its type.
-        offsets: Where documents begin along T, and T at the end; repeated entries are empty documents.
-        own: Ranges of positions along T, ascending, that the queries have. Default: all.
+        query: [T, N, D], in value's type or a wider one. With `own`, only the queries of those positions.
+        key: [T, M, D], in value's type or a wider one.
+        value: [T, M, D]; the result has value's type.
+        offsets: The start of each document along T, then T; repeated entries are empty documents.
+        own: Ranges of positions along T, ascending, that have queries. Default: all positions.
     """
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     own = ((0, len(key)),) if own is None else tuple(own)
@@ -373,7 +373,7 @@ class _Places(NamedTuple):
 
 
 def _documents(places: _Places, dtype: torch.dtype) -> list[tuple[slice, list[_Block]]]:
-    """Each document with queries, and its blocks that have some."""
+    """The documents that have queries, each with its blocks that have queries."""
     offsets, own = places
     size = ROWS if dtype.itemsize >= 4 else LOW_PRECISION_ROWS
     rows = itertools.accumulate((stop - start for start, stop in own), initial=0)
@@ -386,7 +386,7 @@ def _documents(places: _Places, dtype: torch.dtype) -> list[tuple[slice, list[_B
         for low, high, row in ranges:
             if low >= stop:
                 break
-            below = max(0, low - start) // size * size  # blocks before it have none of its queries
+            below = max(0, low - start) // size * size  # earlier blocks have no query of this range
             for a in range(start + below, min(stop, high), size):
                 b, first = min(a + size, stop), max(a, low)
                 queries = slice(row + first - low, row + min(b, high) - low)
@@ -405,7 +405,7 @@ def _scale(query: Tensor) -> float:
 
 
 def _grouped(x: Tensor, heads: int, dtype: torch.dtype, scaled: bool = True) -> Tensor:
-    """[R, N, D] as [M, G·R, D], grouped by key head; times D^-1/2 if `scaled`."""
+    """[R, N, D] to [M, G·R, D], grouped by key head; multiplied by D^-1/2 if `scaled`."""
     rows, _, size = x.shape
     grouped = x.view(rows, heads, -1, size).permute(1, 2, 0, 3).to(dtype)
     out = torch.empty(grouped.shape, dtype=dtype)
@@ -420,7 +420,7 @@ def _ungroup(x: Tensor, out: Tensor) -> None:
 
 
 def _probabilities(queries: Tensor, keys: Tensor, block: _Block) -> Tensor:
-    """[M, G·R, C]: attention weights of queries [M, G·R, D] over the visible ones of keys [M, D, L]."""
+    """Attention weights [M, G·R, C] of queries [M, G·R, D] over the block's keys, out of keys [M, D, L]."""
     scores = torch.bmm(queries, keys[:, :, block.keys])
     rows, size = block.rows.stop - block.rows.start, block.size
     diagonal = scores.unflatten(1, (-1, rows))[..., -size:]  # only these columns hold later positions
@@ -430,7 +430,7 @@ def _probabilities(queries: Tensor, keys: Tensor, block: _Block) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += leftᵀ @ right`, [M, C, D] from [M, G·R, C] and [M, G·R, D]; the total may be wider."""
+    """`total += leftᵀ @ right`, [M, C, D] from [M, G·R, C] and [M, G·R, D]; `total` may have a wider type."""
     if total.dtype == left.dtype:
         total.baddbmm_(left.transpose(1, 2), right)
     else:

@@ -1,7 +1,7 @@
 """The choice of kernels: which implementation computes experts, attention and loss.
 
-It is a pure function of configuration, device, type and sizes, never of timing. Implementations of one part
-have the same signature and agree up to rounding; `self_check.py` compares them with their definitions.
+The choice depends on configuration, device, type and sizes only, never on timing. The implementations of a
+part have one signature and agree up to rounding; `self_check.py` compares them with their definitions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llm_pretrain.model.kernels.layers import is_gpu
 from llm_pretrain.model.kernels.loss import LossSums, full_linear_cross_entropy, fused_linear_cross_entropy
 
 _FUSED_FROM = 1024
-"""Vocabulary size from which `auto` is `fused`; below it, whole logits are small and as fast."""
+"""Vocabulary size from which `auto` is `fused`; whole logits of a smaller vocabulary are as fast."""
 _VARLEN_HEAD_DIM = 256
 """The largest head size of flash attention."""
 
@@ -39,7 +39,7 @@ class Kernels:
     """Names of implementations, as in the configuration's `training` section; `auto` is the fastest.
 
     Args:
-        experts: `auto`, `streamed`, `grouped`, `triton` (grouped, by our kernel alone) or `reference`.
+        experts: `auto`, `streamed`, `grouped`, `triton` (`grouped` by our own kernel only) or `reference`.
         attention: `auto`, `sdpa`, `varlen` or `flex`.
         loss: `auto`, `full` or `fused`.
         z_loss_coef: The objective's coefficient of the z-loss, for loss kernels that compute gradients in the
@@ -70,10 +70,10 @@ def configured_kernels(config: Config) -> Kernels:
 def attention_implementation(
     kernels: Kernels, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float
 ) -> Literal["sdpa", "varlen", "flex"]:
-    """The implementation of attention for products in `dtype`, an argument of `document_layout`.
+    """The implementation of attention for products in `dtype`; pass it to `document_layout`.
 
-    `auto` is `sdpa`, except `varlen` on CUDA from compute capability 8.0 on, in bf16 and fp16, without
-    dropout, for head sizes of at most 256 that are multiples of 8, and without deterministic algorithms.
+    `auto` is `varlen` on CUDA from compute capability 8.0 on, in bf16 and fp16, without dropout, without
+    deterministic algorithms, and for head sizes of at most 256 that are multiples of 8. Else it is `sdpa`.
     """
     if kernels.attention != "auto":
         return kernels.attention
@@ -88,7 +88,7 @@ def attention_implementation(
 
 
 def supports_varlen(head_dim: int, dropout: float) -> bool:
-    """Whether flash attention over documents, in bf16 and fp16, has this head size and dropout."""
+    """Whether flash attention over documents, in bf16 and fp16, supports this head size and dropout."""
     return dropout == 0 and head_dim <= _VARLEN_HEAD_DIM and head_dim % 8 == 0
 
 
@@ -100,13 +100,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def experts_requirement(
     config: ModelConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """What the experts' kernel that `kernels` names needs and does not have, in words; None if it can run.
+    """The unmet requirement of the configured experts' kernel, in words; None if it can run.
 
     Args:
-        config: The model's.
-        kernels: Its implementations.
-        device: Where it will train.
-        dtype: Type of its matrix products there.
+        config: The model's shape.
+        kernels: The configured implementations.
+        device: The device of the training.
+        dtype: Type of the matrix products in training.
     """
     if not config.moe_layers:
         return None
@@ -123,13 +123,13 @@ def _shape(config: ModelConfig) -> tuple[int, int, int]:
 def experts_kernel(
     kernels: Kernels, device: torch.device, dtype: torch.dtype, shape: Sequence[int]
 ) -> Callable[..., Tensor]:
-    """The experts' kernel for products in `dtype` and (E, H, I) of `shape`.
+    """The experts' kernel for products in `dtype`, with `shape` (E, H, I).
 
-    Its arguments are x [T, H], gate_up [E, 2I, H], down [E, H, I], weights [T, K], chosen [T, K], dtype and
-    activation; it returns [T, H].
+    The kernel's arguments are x [T, H], gate_up [E, 2I, H], down [E, H, I], weights [T, K], chosen [T, K],
+    dtype and activation. The kernel returns [T, H].
 
-    `grouped` and `triton` fall back to `streamed` where they cannot run: samples of a model that trains in
-    bf16 are generated in fp32. In training they do not: `experts_requirement` is checked before.
+    `grouped` and `triton` fall back to `streamed` where they cannot run, for example in fp32 samples of a
+    model that trains in bf16. Training never falls back, because it checks `experts_requirement` before.
     """
     return {
         "reference": experts_reference,
@@ -155,7 +155,7 @@ def resolved_kernels(
     config: ModelConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> Kernels:
     """The implementations that training uses, none of them `auto`. Experts are `triton` also where `grouped`
-    falls back to our Triton kernel. Arguments as those of `experts_requirement`."""
+    falls back to our Triton kernel. `experts_requirement` describes the arguments."""
     head_dim, dropout = config.attention_head_dim, config.attention_dropout
     return replace(
         kernels,
@@ -166,9 +166,9 @@ def resolved_kernels(
 
 
 def describe_kernels(config: ModelConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> str:
-    """The implementations that training uses, in words, and why experts use Triton if they do.
+    """The implementations that training uses, in words, and the reason if experts use Triton.
 
-    Arguments as those of `experts_requirement`.
+    `experts_requirement` describes the arguments.
     """
     chosen = resolved_kernels(config, kernels, device, dtype)
     parts = [f"attention {chosen.attention}", f"loss {chosen.loss}"]
@@ -189,6 +189,6 @@ def loss_implementation(kernels: Kernels, vocab_size: int) -> Literal["full", "f
 
 
 def loss_kernel(kernels: Kernels, vocab_size: int) -> Callable[..., LossSums]:
-    """The loss kernel; arguments: hidden [B, S, H], weight [V, H], labels and mask [B, S], z_loss_coef."""
+    """The loss kernel, a function of hidden [B, S, H], weight [V, H], labels, mask [B, S], z_loss_coef."""
     is_full = loss_implementation(kernels, vocab_size) == "full"
     return full_linear_cross_entropy if is_full else fused_linear_cross_entropy

@@ -1,6 +1,7 @@
-"""The loss of each row of logits and its gradient in Triton: 6 bytes of memory traffic for a logit in bf16.
+"""The loss of each row of logits and its gradient in Triton.
 
-torch's operations, one after another, move 39. Shapes: C rows, V vocab_size.
+The kernels move 6 bytes of memory per logit in bf16, a sequence of torch's operations 39. Shapes: C rows, V
+vocab_size.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 _COLUMNS = 4096
-"""Logits of a row that a program holds at a time."""
+"""Logits of a row that a Triton program holds at a time."""
 
 
 @torch.library.custom_op("llm_pretrain::log_partition", mutates_args=())
 def log_partition(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """`logsumexp` of each row and its label's logit, fp32 [C] each.
+    """`logsumexp` of each row and the logit of the row's label, fp32 [C] each.
 
     Args:
         logits: [C, V] in fp32, bf16 or fp16.
@@ -41,7 +42,7 @@ def write_softmax_gradient(
     """Overwrite logits by `softmax_scale * softmax`, plus `target_scale` at each row's label.
 
     Args:
-        logits, labels, lse: Argument and result of `log_partition`.
+        logits, labels, lse: The arguments and the first result of `log_partition`.
         softmax_scale, target_scale: fp32 [C].
     """
     rows, columns = logits.shape
@@ -57,7 +58,7 @@ def _(logits: Tensor, labels: Tensor, lse: Tensor, softmax_scale: Tensor, target
 
 @triton.jit
 def _log_partition_kernel(logits, labels, lse, target, columns, stride, COLUMNS: tl.constexpr):
-    """One row: the largest logit and the sum of exponentials relative to it, block by block."""
+    """One row, block by block: the largest logit so far, and the sum of exponentials relative to it."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
     largest, total = float("-inf"), 0.0

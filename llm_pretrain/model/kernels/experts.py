@@ -1,7 +1,7 @@
 """Experts on tokens sorted by expert: `streamed_experts` for a CPU, `grouped_experts` for CUDA.
 
 Shapes: T tokens, H hidden_size, E experts, K experts per token, I moe_intermediate_size, R = T*K assignments
-sorted by expert, n rows of one expert, P rows of all experts including padding.
+sorted by expert, n rows of one expert, P rows of all experts, padding included.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from llm_pretrain.model.kernels.layers import (
 )
 
 _SIZE_BITS = 6
-"""Significant bits of padded sizes: 32 sizes per octave, 1 % more rows."""
+"""Significant bits of padded sizes: 32 sizes from one power of two to the next, and 1 % more rows."""
 _ALIGNMENT_BYTES = 16
-"""Rows of the operands of torch's grouped_mm must begin at multiples of this."""
+"""torch's grouped_mm requires that rows of its operands begin at multiples of this."""
 _GROUPS_BELOW = 1024
-"""torch's grouped_mm takes fewer groups than this."""
+"""torch's grouped_mm requires fewer groups than this."""
 _GROUPED_CAPABILITY = (9, 0)
 """Lowest compute capability on which torch's grouped_mm is one kernel."""
 _TRITON_CAPABILITY = (8, 0)
-"""Lowest compute capability on which Triton has products in all of our types."""
+"""Lowest compute capability on which Triton has products in bf16, fp16 and fp32."""
 
 
 def experts_reference(
@@ -69,8 +69,8 @@ def experts_reference(
 def top_experts(ranking: Tensor, top_k: int) -> Tensor:
     """The experts of the `top_k` highest scores in any order, int64 [..., K]; ties are broken arbitrarily.
 
-    torch's `topk` on a CPU takes longer than the router's product. NumPy sorts 64-bit integers with vector
-    instructions, so each score is encoded in the high bits, in the order of the scores, above its index.
+    On a CPU, torch's `topk` takes longer than the router's product, while NumPy sorts 64-bit integers with
+    vector instructions. So each key holds a score in its high bits, in the scores' order, above the index.
 
     Args:
         ranking: [..., E], without gradient.
@@ -80,7 +80,7 @@ def top_experts(ranking: Tensor, top_k: int) -> Tensor:
     if not on_cpu or torch.compiler.is_compiling():
         return ranking.topk(top_k, dim=-1, sorted=False).indices
     bits = ranking.contiguous().view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats are in reverse order
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats sort in reverse order
     keys = (ordered.long() << 32) | torch.arange(ranking.shape[-1])
     return torch.from_numpy(np.sort(keys.numpy(), axis=-1)[..., -top_k:]) & 0xFFFFFFFF
 
@@ -91,7 +91,7 @@ class _Rows(NamedTuple):
     sizes: list[int]
     """Rows of each expert, padding included."""
     token: Tensor
-    """int64 [P], each row's token; padding is token 0 with a routing weight of 0."""
+    """int64 [P], each row's token; a padding row has token 0 and a routing weight of 0."""
     position: Tensor
     """int64 [T, K], each assignment's row."""
 
@@ -102,7 +102,7 @@ def _padded(rows: int) -> int:
 
 
 def _sort_by_expert(chosen: Tensor, num_experts: int, dtype: torch.dtype) -> _Rows:
-    """Sort the assignments by expert; the rows of each are padded to one of few sizes."""
+    """Sort the assignments by expert; where code is built per shape, pad experts to one of few sizes."""
     flat = chosen.flatten()
     if flat.device.type == "cpu" and num_experts < 2**15:
         # NumPy's radix sort of 16-bit integers takes a tenth of the time of torch's stable sort.
@@ -125,8 +125,8 @@ def _sort_by_expert(chosen: Tensor, num_experts: int, dtype: torch.dtype) -> _Ro
 class _Sum:
     """The sum of each token's rows.
 
-    Rows in bf16 or fp16 are collected, [P, H], and summed in one pass that accumulates in fp32: adding them
-    to an fp32 sum expert by expert takes four times as long. Rows in fp32 are added one expert at a time.
+    In bf16 and fp16, rows are collected in [P, H] and summed in one pass that accumulates in fp32: adding
+    rows to an fp32 sum expert by expert takes four times as long. In fp32, each expert's rows are added.
     """
 
     def __init__(self, rows: _Rows, like: Tensor, dtype: torch.dtype):
@@ -153,7 +153,7 @@ class _Sum:
 
 
 class _Part(NamedTuple):
-    """An expert with rows: its index, the tokens [n] of its rows and their routing weights [n, 1]."""
+    """An expert that has rows: its index, the token of each row [n] and the row's routing weight [n, 1]."""
 
     expert: int
     token: Tensor
@@ -168,8 +168,8 @@ def _parts(rows: _Rows, weight_P: Tensor) -> list[_Part]:
 def _activations(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right`, [n, ...], in the faster memory order.
 
-    Where torch multiplies, activations [n, 2I] are stored by column, so that gate and up are each contiguous
-    for the elementwise operations. oneDNN's fp32 product copies a left operand that is not stored by row.
+    torch's product stores activations [n, 2I] by column, so that gate and up are both contiguous for the
+    elementwise operations. With oneDNN they are stored by row: its fp32 product copies other left operands.
     """
     return product(left, right) if uses_onednn(left) else product(right.t(), left.t()).t()
 
@@ -183,10 +183,10 @@ def _write_product(gradient: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _StreamedExperts(torch.autograd.Function):
-    """One expert after another; gradients are written in place into one tensor per parameter.
+    """Computes one expert after another; gradients are written in place into one tensor per parameter.
 
-    The routing weight is applied before `down_proj`, so that its gradient needs no saved output. Weights are
-    cast again in the backward pass: reading saved casts from memory takes as long as casting.
+    The routing weight is applied before `down_proj`, so that the routing weight's gradient needs no saved
+    output. The backward pass casts weights again: to read saved casts from memory takes as long.
     """
 
     @staticmethod
@@ -253,7 +253,7 @@ class _StreamedExperts(torch.autograd.Function):
         return grad_x.total(), grad_gate_up, grad_down, grad_weight_P[position], None, None, None
 
 
-@uncompiled  # its loops run over the number of rows of each expert, which differs from batch to batch
+@uncompiled  # the number of rows of each expert, over which it loops, differs from batch to batch
 def streamed_experts(
     x: Tensor,
     gate_up: Tensor,
@@ -263,10 +263,9 @@ def streamed_experts(
     dtype: torch.dtype,
     activation: Activation = SILU,
 ) -> Tensor:
-    """`experts_reference` with the products in `dtype` and sums over experts in at least fp32; returns x's
-    type.
+    """`experts_reference` with products in `dtype`, and sums over experts in at least fp32; returns x's type.
 
-    Correct on every device and in every type; on CUDA it synchronises once per call.
+    It is correct on every device and in every type. On CUDA it synchronises once per call.
     """
     return _StreamedExperts.apply(x, gate_up, down, weights, chosen, dtype, activation)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
@@ -275,8 +274,8 @@ def grouped_requirement(device: torch.device, dtype: torch.dtype, shape: Sequenc
     """The unmet requirement of `grouped_experts` in words, or None.
 
     Args:
-        device: Where the experts are.
-        dtype: Type of their products.
+        device: The experts' device.
+        dtype: Type of the experts' products.
         shape: E, H and I.
     """
     if not is_gpu(device):
@@ -296,9 +295,9 @@ def triton_requirement(device: torch.device) -> str | None:
 
 
 def triton_reason(device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
-    """What torch's `grouped_mm` lacks on a GPU, in words; None where it computes the products.
+    """What torch's `grouped_mm` needs and does not have on a GPU, in words; None if it can run.
 
-    Elsewhere it would copy the groups' ends to the host, or refuse. Arguments as `grouped_requirement`.
+    Without it, `grouped_mm` copies the groups' ends to the host, or raises. See `grouped_requirement`.
     """
     experts, hidden, intermediate = shape
     if not is_gpu(device):
@@ -317,10 +316,10 @@ def triton_reason(device: torch.device, dtype: torch.dtype, shape: Sequence[int]
 
 
 class _Dispatch(torch.autograd.Function):
-    """[T, ...] to sorted [R, ...]: a copy of its token for each assignment.
+    """[T, ...] to sorted [R, ...]: each assignment gets a copy of its token.
 
-    `_Dispatch` and `_Combine` are each other's gradient, so neither needs an atomic addition and both are
-    deterministic.
+    The backward pass of `_Dispatch` is `_Combine` and vice versa. So neither needs an atomic addition, and
+    both are deterministic.
     """
 
     @staticmethod
@@ -335,7 +334,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Sorted [R, ...] to [T, ...]: the sum over each token's assignments."""
+    """Sorted [R, ...] to [T, ...]: each token gets the sum over its assignments."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, token: Tensor, inverse: Tensor) -> Tensor:
@@ -349,29 +348,29 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(x: Tensor, token: Tensor, inverse: Tensor) -> Tensor:
-    """[T, ...] to [R, ...]: a copy of its token for each assignment.
+    """[T, ...] to [R, ...]: each assignment gets a copy of its token.
 
     Args:
         x: One row for each token.
-        token: int64 [R], the tokens, in the order of the result.
-        inverse: int64 [T, K], where in the result each token's assignments stand.
+        token: int64 [R], the token of each row of the result.
+        inverse: int64 [T, K], the row of the result that each assignment has.
     """
     return _Dispatch.apply(x, token, inverse)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 
 def combine(y: Tensor, token: Tensor, inverse: Tensor) -> Tensor:
-    """[R, ...] to [T, ...]: the sum over each token's assignments; arguments as those of `dispatch`."""
+    """[R, ...] to [T, ...]: each token gets the sum over its assignments; for arguments see `dispatch`."""
     return _Combine.apply(y, token, inverse)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 
 def inverse_order(order: Tensor, chosen: Tensor) -> Tensor:
-    """int64 [T, K]: where in `order`, int64 [R], each of the assignments `chosen`, [T, K], stands."""
+    """int64 [T, K]: the index in `order`, int64 [R], of each assignment in `chosen` [T, K]."""
     position = torch.arange(len(order), device=order.device)
     return torch.empty_like(order).scatter_(0, order, position).view_as(chosen)
 
 
 _Product = Callable[[Any, Tensor, Tensor], Tensor]
-"""From rows [R, K] sorted by expert, weights [E, K, N] and the experts' ends int32 [E] to [R, N]."""
+"""A function of rows [R, K] sorted by expert, weights [E, K, N] and the experts' ends int32 [E]: [R, N]."""
 
 
 def grouped_experts(
@@ -385,7 +384,7 @@ def grouped_experts(
 ) -> Tensor:
     """`experts_reference` by torch's grouped matrix products in `dtype`; returns x's type.
 
-    The groups' ends stay on the device, so it never synchronises, and `torch.compile` compiles it whole.
+    The groups' ends stay on the device. So the function never synchronises, and compiles to a single graph.
     """
     return _by_groups(_torch_product, x, gate_up, down, weights, chosen, dtype, activation)
 
@@ -399,7 +398,7 @@ def triton_experts(
     dtype: torch.dtype,
     activation: Activation = SILU,
 ) -> Tensor:
-    """`grouped_experts` by our products in Triton, where torch's cannot run."""
+    """`grouped_experts` by our own products in Triton, which also run where torch's cannot."""
     from llm_pretrain.model.kernels.grouped_mm import grouped_mm
 
     return _by_groups(grouped_mm, x, gate_up, down, weights, chosen, dtype, activation)
@@ -419,7 +418,7 @@ def _by_groups(
     dtype: torch.dtype,
     activation: Activation,
 ) -> Tensor:
-    # 32-bit keys: a radix sort takes half as many passes over them
+    # keys of 32 bits, because a radix sort passes over them half as often as over 64 bits
     sorted_chosen, order = chosen.flatten().int().sort(stable=True)
     experts = torch.arange(len(gate_up), dtype=torch.int32, device=x.device)
     ends = torch.searchsorted(sorted_chosen, experts, right=True, out_int32=True)

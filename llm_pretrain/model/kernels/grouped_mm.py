@@ -1,11 +1,11 @@
 """Grouped matrix products in Triton, for GPUs, types and sizes that torch's own kernel does not support.
 
 torch's `grouped_mm` needs bf16, compute capability 9.0 and aligned rows; elsewhere it copies the groups'
-ends to the host, and waits. These kernels keep them on the device, in every type and for any number of
+ends to the host, and waits. These kernels keep the ends on the device, in every type and for any number of
 groups. They use no atomic operation, so that results are deterministic.
 
-Shapes: R rows sorted by group, E groups, K columns of a row, N columns of a result; ends int32 [E], the row
-after each group's last.
+Shapes: R rows sorted by group, E groups, K columns of a row, N columns of a result; ends int32 [E], the first
+row after each group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _ROWS, _COLUMNS, _DEPTH = 64, 64, 32
-"""Rows, columns and summed elements of the tile that a program computes at a time."""
+"""Rows, columns and summed elements of the tile that a Triton program computes at a time."""
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -27,11 +27,11 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     Args:
         x: [R, K], rows sorted by group.
-        weight: [E, K, N] in x's type and any strides.
+        weight: [E, K, N] in x's type, with any strides.
         ends: int32 [E].
 
     Returns:
-        [R, N] in x's type; sums in fp32.
+        [R, N] in x's type; sums run in fp32.
     """
     return _GroupedProduct.apply(x, weight, ends)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
@@ -48,7 +48,7 @@ class _GroupedProduct(torch.autograd.Function):
         x, weight, ends = ctx.saved_tensors
         grad = grads[0].contiguous()
         grad_x = _rows_times_weights(grad, weight.transpose(1, 2), ends)
-        # in the memory order of the weight, so that accumulating copies nothing
+        # The gradient has the weight's memory order, so that accumulating it copies nothing.
         if weight.stride(2) == 1:
             return grad_x, _rows_times_rows(x, grad, ends), None
         return grad_x, _rows_times_rows(grad, x, ends).transpose(1, 2), None
@@ -58,8 +58,8 @@ class _GroupedProduct(torch.autograd.Function):
 def _rows_times_weights(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`x[r] @ weight[e]`: [R, K] and [E, K, N] to [R, N]."""
     (rows, depth), (groups, _, columns) = x.shape, weight.shape
-    # Each tile has rows of one group: its group and first row are computed on the device. Their number is
-    # known there only, so as many are started as there can be.
+    # All rows of a tile are of one group. The device computes each tile's group and first row. Only the
+    # device knows the number of tiles, so the largest possible number is started.
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
     tile_ends = ((sizes + _ROWS - 1) // _ROWS).cumsum(0, dtype=torch.int32)
     tiles = torch.arange(triton.cdiv(rows, _ROWS) + groups, dtype=torch.int32, device=x.device)
@@ -110,7 +110,7 @@ def _rows_times_weights_kernel(
     """One tile of `_rows_times_weights`."""
     tile = tl.program_id(0)
     group = tl.load(tile_group + tile)
-    if group == groups:  # there are fewer tiles than there could be
+    if group == groups:  # a tile beyond the actual number
         return
     is_first = group == 0
     first_tile = tl.load(tile_ends + group - 1, mask=not is_first, other=0)

@@ -1,8 +1,8 @@
 """Kernels of linear layers, RMSNorm, gated linear units and the rotation, as autograd functions.
 
-On a CPU torch computes fp32 products with MKL, which uses AVX-512 on Intel's processors only. On others
-oneDNN, which torch uses for bf16 and fp16 anyway, takes less than half the time. RMSNorm and gated linear
-units are computed in chunks that stay in the CPU's cache.
+On a CPU, torch computes fp32 products with MKL, which uses AVX-512 on Intel's processors only. On other
+processors oneDNN takes less than half the time; torch uses it for bf16 and fp16 anyway. RMSNorm and gated
+linear units are computed in chunks that stay in the CPU's cache.
 
 Shapes: R rows, M, K and N the sizes of a product, I intermediate_size, D head_dim.
 """
@@ -25,10 +25,10 @@ from torch.autograd.function import once_differentiable
 from llm_pretrain.model.kernels.activations import Activation
 
 HAS_TRITON = find_spec("triton") is not None
-"""Whether there is a compiler for the kernels that are written in Triton."""
+"""Whether Triton is installed, the compiler of some kernels."""
 
 GPU_TYPES = {"cuda"}
-"""Types of device with the kernels of a GPU; a simulation adds its own."""
+"""Device types that use GPU kernels; a simulation adds its own device type."""
 
 F_ = TypeVar("F_", bound=Callable[..., Any])
 
@@ -36,8 +36,8 @@ F_ = TypeVar("F_", bound=Callable[..., Any])
 def uncompiled(function: F_) -> F_:
     """A decorator for functions that `torch.compile` leaves out of its graphs.
 
-    `torch.compiler.disable` would import the compiler, which takes two CPU seconds, also where nothing is
-    compiled.
+    `torch.compiler.disable` would import the compiler even if nothing is compiled, which takes two seconds of
+    CPU time.
     """
     disabled = _disable_dynamo(function)
 
@@ -49,17 +49,17 @@ def uncompiled(function: F_) -> F_:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether a device takes the kernels of a GPU."""
+    """Whether a device uses GPU kernels."""
     return device.type in GPU_TYPES
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether a device takes the kernels that are written in Triton."""
+    """Whether a device uses the kernels in Triton."""
     return is_gpu(device) and HAS_TRITON
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """`x` in fp32, or unchanged where it is float64 (tests compare with float64 models)."""
+    """`x` in fp32, or `x` itself if it is float64 (tests compare with float64 models)."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -89,8 +89,8 @@ def _vendor() -> str:
 def builds_code_per_shape(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the first product of each new shape is slow.
 
-    oneDNN generates machine code for every combination of sizes, which takes 0.3 ms, and caches the last
-    1024.
+    oneDNN generates machine code for every combination of sizes, which takes 0.3 ms. It caches the code of
+    the last 1024 combinations.
     """
     if device.type != "cpu":
         return False
@@ -98,12 +98,12 @@ def builds_code_per_shape(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def uses_onednn(x: Tensor) -> bool:
-    """Whether `product` multiplies `x` by `onednn_product`."""
+    """Whether `product` calls `onednn_product` for the left factor `x`."""
     return x.dtype == torch.float32 and x.device.type == "cpu" and prefers_onednn()
 
 
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """`left @ right`, [M, K] and [K, N] of one type, each possibly transposed; into `out` if given."""
+    """`left @ right`, [M, K] and [K, N] in one type, in any memory order; written to `out` if given."""
     if uses_onednn(left):
         result = onednn_product(left, right)
         return result if out is None else out.copy_(result)
@@ -141,12 +141,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 _SUM_CHUNK = 1 << 17
-"""Gradients that are summed at a time on a CPU, where adding bf16 to fp32 makes an fp32 copy: it stays in the
-cache, which takes 30 % off the backward pass of norm and sum for [2048, 512]."""
+"""Elements of a gradient that a CPU sums at a time. Adding bf16 to fp32 makes an fp32 copy, which so stays in
+the cache: the backward pass of norm and sum for [2048, 512] takes 30 % less time."""
 
 
 class _SharedInput(torch.autograd.Function):
-    """`count` views of one copy of x in `dtype`; their gradients are summed in x's type."""
+    """`count` views of one copy of x in `dtype`; the gradients of the views are summed in x's type."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, count: int) -> tuple[Tensor, ...]:
@@ -169,8 +169,8 @@ class _SharedInput(torch.autograd.Function):
 def apply_linears(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     """`tuple(linear(x) for linear in linears)`, with the gradients of x summed in x's type.
 
-    Under autocast x is cast once: autocast alone would cast it for each linear layer, keep every copy for the
-    backward pass, and sum the gradients in the low-precision type. A compiled graph casts once by itself.
+    Under autocast, x is cast once. Autocast alone would cast x for each linear layer, keep every copy for the
+    backward pass, and sum the gradients in the low-precision type. A compiled graph casts x once by itself.
     """
     dtype = product_dtype(x)
     if torch.compiler.is_compiling() or (x.device.type != "cpu" and x.dtype == dtype):
@@ -180,18 +180,18 @@ def apply_linears(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
 
 
 _NORM_CHUNK = 1 << 18
-"""Elements that are normalised at a time; half and twice as many take 5 to 20 % longer."""
+"""Elements that are normalised at a time; half as many and twice as many take 5 to 20 % longer."""
 _GATED_CHUNK = 1 << 17
 """Elements of the gate that are computed at a time."""
 
 
 def uses_cpu_kernels(x: Tensor) -> bool:
-    """Whether `rms_norm` and `gated` are used for x; a compiled graph fuses the plain operations itself."""
+    """Whether x takes `rms_norm` and `gated`. A compiled graph does not: it fuses torch's operations."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _row_chunks(elements: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Chunks of the same rows of tensors [R, ...], each of about `elements` elements of the first one."""
+    """Split tensors [R, ...] into equal ranges of rows, of about `elements` elements in the first tensor."""
     rows = max(1, elements // tensors[0].shape[1])
     return zip(*(each.split(rows) for each in tensors), strict=True)
 
@@ -205,13 +205,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: Added to the mean square.
 
     Returns:
-        [..., N] in the wider type of x and weight.
+        [..., N] in the type of x or of weight, whichever is wider.
     """
     return _RMSNormFunction.apply(x, weight, eps)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """Saves x and the scale of each row."""
+    """Saves x and each row's scale for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -245,9 +245,9 @@ class _RMSNormFunction(torch.autograd.Function):
 def _rms_norm_gradients(x: Tensor, scale: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `x * scale * weight` for x [R, N] and weight [N], all in one type.
 
-    Computed by the kernel of layer normalisation, in two passes instead of nine. With a mean of zero its
-    result differs in one term: it subtracts the row's mean of `grad * weight`, times scale, which is added
-    back here.
+    torch's kernel for layer normalisation computes them in two passes instead of nine. With a mean of zero,
+    the kernel's result differs in one term: the kernel subtracts scale times the row's mean of
+    `grad * weight`. This function adds the term back.
     """
     size = len(weight)
     mean = torch.zeros_like(scale)
@@ -264,7 +264,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 class _GatedFunction(torch.autograd.Function):
-    """Saves gate and up alone; eager autograd would save activation(gate) too."""
+    """Saves gate and up only; eager autograd would save activation(gate) too."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -291,12 +291,12 @@ class _GatedFunction(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (d, d + D/2) of x [..., D] by the angles of cos and sin [..., D/2]; on any device."""
+    """Rotate each pair (d, d + D/2) of x [..., D] by the angle of cos and sin [..., D/2]; on any device."""
     return _RotateFunction.apply(x, cos, sin)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 
 class _RotateFunction(torch.autograd.Function):
-    """Its backward pass is the rotation by the opposite angle."""
+    """The backward pass of a rotation is the rotation by the opposite angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

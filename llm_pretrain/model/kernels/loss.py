@@ -1,7 +1,7 @@
 """Cross-entropy and z-loss sums of the output projection, in at least fp32 also under autocast.
 
-Two implementations with one signature: whole logits, and chunks whose gradients are computed in the forward
-pass.
+Two implementations have one signature. One computes whole logits. The other computes chunks of logits, and
+the gradients in the forward pass.
 
 Shapes: B sequences, S positions, T = B*S tokens, H hidden_size, V vocab_size, C tokens of a chunk.
 """
@@ -32,17 +32,17 @@ IGNORE_INDEX = -100
 """Label of a position without loss, as in `torch.nn.functional.cross_entropy`."""
 
 CPU_CHUNK = 1 << 24
-"""Logits of a chunk on a CPU (64 MiB in fp32): with fewer the products are slower, with more not faster."""
+"""Logits of a chunk on a CPU (64 MiB in fp32). Smaller chunks are slower, larger ones are not faster."""
 GPU_CHUNK = 1 << 27
-"""Logits of a chunk elsewhere, where a product needs thousands of rows to fill the device."""
+"""Logits of a chunk on other devices, which only a product of thousands of rows keeps busy."""
 CPU_SOFTMAX_ELEMENTS = 1 << 17
-"""Logits of a chunk whose softmax a CPU computes at a time, so that they stay in its second-level cache."""
+"""Logits whose softmax a CPU computes at a time in a chunk, so that they stay in its second-level cache."""
 CPU_CROSS_ENTROPY_ELEMENTS = 1 << 18
-"""Logits of which a CPU computes the loss at a time where they are not chunked."""
+"""Logits whose loss a CPU computes at a time if logits are not chunked."""
 CPU_WEIGHT_PARTS = 4
-"""Parts in which a CPU computes the weight's gradient."""
+"""Number of parts in which a CPU computes the weight's gradient."""
 _RATIO_TOLERANCE = 1e-5
-"""Relative tolerance of the ratio of the two sums' gradients to `z_loss_coef`."""
+"""Relative tolerance in comparing the ratio of the two sums' gradients with `z_loss_coef`."""
 
 
 class LossSums(NamedTuple):
@@ -59,12 +59,12 @@ class LossSums(NamedTuple):
 def full_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, z_loss_coef: float = 0.0
 ) -> LossSums:
-    """`cross_entropy_sums` of the logits `hidden @ weight.T`; arguments of `fused_linear_cross_entropy`."""
+    """`cross_entropy_sums` of the logits `hidden @ weight.T`; see also `fused_linear_cross_entropy`."""
     return cross_entropy_sums(linear(hidden, weight), labels, mask)
 
 
 def cross_entropy_sums(logits: Tensor, labels: Tensor, mask: Tensor) -> LossSums:
-    """Cross-entropy and z-loss sums of logits; no tensor of their size is allocated except their gradient.
+    """Cross-entropy and z-loss sums of logits; the only new tensor of the logits' size is their gradient.
 
     Args:
         logits: [B, S, V], in any floating type.
@@ -76,7 +76,7 @@ def cross_entropy_sums(logits: Tensor, labels: Tensor, mask: Tensor) -> LossSums
 
 
 class _CrossEntropySums(torch.autograd.Function):
-    """Σ m·CE and Σ m·lse² of logits [T, V], with a single pass over them in each direction."""
+    """Σ m·CE and Σ m·lse² of logits [T, V]; forward and backward pass read the logits once each."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +100,7 @@ class _CrossEntropySums(torch.autograd.Function):
 
 
 def _partition_and_target(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """`logsumexp` of each row of logits [C, V] and its label's logit, [C] each in at least fp32."""
+    """`logsumexp` of each row of logits [C, V], and the logit of the row's label; [C], at least fp32."""
     parts = logits.split(_cached_rows(logits, CPU_CROSS_ENTROPY_ELEMENTS))
     log_partition = torch.cat([at_least_fp32(part).logsumexp(-1) for part in parts])
     return log_partition, at_least_fp32(logits.gather(1, labels[:, None])[:, 0])
@@ -112,7 +112,7 @@ def _write_softmax_gradient(
     """Write `on_softmax * exp(logits - lse)`, plus `on_target` at each row's label, to `out`.
 
     Args:
-        out: [C, V]; may be the logits.
+        out: [C, V]; may be the tensor `logits`.
         logits: [C, V].
         labels: int64 [C].
         lse, on_softmax, on_target: [C], in at least fp32.
@@ -125,7 +125,7 @@ def _write_softmax_gradient(
 
 
 def _cached_rows(logits: Tensor, elements: int) -> int:
-    """Rows of logits [T, V] to compute at a time: `elements` logits on a CPU, all elsewhere."""
+    """Rows of logits [T, V] to compute at a time: about `elements` logits on a CPU, else all rows."""
     return len(logits) if logits.device.type != "cpu" else max(1, elements // logits.shape[1])
 
 
@@ -143,7 +143,7 @@ class SumsAndGradients(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Coefficients of the cross-entropy sum and the z-loss sum in the differentiated objective."""
+    """Coefficients of the cross-entropy sum and the z-loss sum in the objective."""
 
     loss: Tensor | float
     z_loss: Tensor | float
@@ -157,7 +157,7 @@ class Wanted(NamedTuple):
 
 
 SoftmaxGradient = Callable[[Tensor, Tensor, Tensor, Scales | None], tuple[Tensor, Tensor]]
-"""Losses, squares and gradient of a chunk's logits, as `_softmax_gradient` computes them."""
+"""A function with the arguments and results of `_softmax_gradient`."""
 
 
 def fused_linear_cross_entropy(
@@ -170,18 +170,17 @@ def fused_linear_cross_entropy(
 ) -> LossSums:
     """Cross-entropy and z-loss sums of `hidden @ weight.T` without whole logits.
 
-    The gradients are computed in the forward pass, while a chunk's logits exist, and only scaled in the
-    backward pass, so that nothing is computed twice; in fp16 they are computed in the backward pass, from
-    logits that are computed again. The products run in autocast's type inside an autocast
-    region, everything else in at least fp32; the weight's gradient is summed over chunks in at least fp32.
-    Between forward and backward pass the gradients are held, T·H in the products' type and V·H in fp32,
-    instead of the T·V logits. Under `no_grad`, or where no input requires a gradient, none is computed.
-    On a CPU masked tokens are left out of the products.
+    The forward pass computes the gradients while a chunk's logits exist. The backward pass only scales them,
+    so nothing is computed twice. In fp16, the backward pass computes logits again, and then the gradients.
+    Products run in autocast's type inside an autocast region, everything else in at least fp32; the weight's
+    gradient is summed over chunks in at least fp32. Between the passes, memory holds the gradients, T·H in
+    the products' type and V·H in fp32, instead of the T·V logits. Under `no_grad`, or if no input requires a
+    gradient, none is computed. On a CPU, masked tokens are left out of the products.
 
-    The gradients are right for every objective of the two sums, at no additional cost for `loss + z_loss_coef
-    * z_loss` times any factor. Another combination is computed again in the backward pass. CUDA is the
-    exception, where both sums and a coefficient are in use: comparing the factors would synchronise with the
-    device, so another ratio than `z_loss_coef` fails a device-side assertion.
+    The gradients are right for every combination of the two sums. `loss + z_loss_coef * z_loss` costs nothing
+    extra, also times a factor. For other combinations, the backward pass computes the gradients again. CUDA
+    is the exception if both sums and a coefficient are in use: to compare the factors would synchronise with
+    the device, so a ratio other than `z_loss_coef` fails a device-side assertion.
 
     Args:
         hidden: [B, S, H].
@@ -189,7 +188,7 @@ def fused_linear_cross_entropy(
         labels: int64 [B, S], already shifted; any value where the mask is 0.
         mask: bool [B, S].
         z_loss_coef: The objective's coefficient of the z-loss.
-        softmax_gradient: `softmax_gradient_of_part` with its options, where `weight` is a part.
+        softmax_gradient: `softmax_gradient_of_part` with its options, if `weight` has a part of the rows.
     """
     train = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     chosen = softmax_gradient or _softmax_gradient
@@ -213,8 +212,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = (hidden, weight, labels, mask)
         wanted = Wanted(*(options.train and needed for needed in ctx.needs_input_grad[:2]))
-        # In fp16 the loss scale, which only the backward pass knows, must multiply the softmax's gradient
-        # before it is rounded.
+        # In fp16, the loss scale must multiply the softmax's gradient before rounding. Only the backward pass
+        # knows the loss scale.
         now = Wanted(hidden=False, weight=False) if options.dtype == torch.float16 else wanted
         result = sums_and_gradients(
             *tensors, Scales(1.0, options.z_loss_coef), now, options.dtype, options.softmax_gradient
@@ -231,8 +230,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] (the decorator hides the name)
         grad_loss, grad_z, _ = grads
         hidden, weight, labels, mask = ctx.saved_tensors
-        # Removed from the context: they are scaled in place, so that a second backward pass must compute them
-        # again; and autograd does not copy a gradient into `.grad` that nothing else references.
+        # The context drops the gradients, which are scaled in place: a second backward pass must compute them
+        # again. And autograd puts a gradient into `.grad` without a copy if nothing else references it.
         ready, ctx.gradients = ctx.gradients, None
         if ready is not None and grad_loss is not None and _in_ratio(grad_loss, grad_z, ctx.options):
             found = [None if gradient is None else gradient.mul_(grad_loss) for gradient in ready]
@@ -248,7 +247,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _in_ratio(grad_loss: Tensor, grad_z: Tensor | None, options: _Options) -> bool:
-    """Whether the gradients of the forward pass are those of the objective up to a factor."""
+    """Whether the forward pass computed the gradients of this objective, up to a factor."""
     coefficient, on_host = options.z_loss_coef, not is_gpu(grad_loss.device)
     if coefficient == 0:
         return grad_z is None or (on_host and not grad_z.any())
@@ -258,7 +257,7 @@ def _in_ratio(grad_loss: Tensor, grad_z: Tensor | None, options: _Options) -> bo
     near = (grad_z - expected).abs() <= _RATIO_TOLERANCE * expected.abs()
     if on_host:
         return bool(near)
-    # Factors that overflowed are not an error here: the gradients then are not finite either.
+    # Factors that overflowed are no error here: they make the gradients non-finite, too.
     valid = near | ~grad_loss.isfinite() | ~grad_z.isfinite()
     torch.ops.aten._assert_async.msg(valid, "the z-loss has another coefficient than z_loss_coef")
     return True
@@ -304,7 +303,7 @@ def _chunks(
         losses, squares = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(2))
         grad_hidden = torch.empty_like(hidden) if wanted.hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if wanted.weight else None
-        onednn = uses_onednn(hidden)  # it allocates its results
+        onednn = uses_onednn(hidden)  # oneDNN allocates its results itself
         buffer = None if onednn else hidden.new_empty(rows, len(weight))
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
@@ -320,27 +319,27 @@ def _chunks(
                 product(logits, weight, grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, logits.t(), states)
-            del logits  # before the next chunk's are allocated
+            del logits  # frees the memory before the next chunk's logits are allocated
     return SumsAndGradients(losses, squares, grad_hidden, grad_weight)
 
 
 def _chunk_rows(hidden: Tensor, vocab_size: int) -> int:
-    """C. Chunks are of equal size as far as possible, since a short last one is slow."""
+    """C. Chunks have sizes as equal as possible, since a short last chunk is slow."""
     size = CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK
     chunks = max(1, math.ceil(len(hidden) * vocab_size / size))
     return max(1, math.ceil(len(hidden) / chunks))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`, where the total may be wider than the factors."""
+    """`total += left @ right`; `total` may have a wider type than the factors."""
     is_narrower = left.dtype != total.dtype
     if not is_narrower and not uses_onednn(total):
         total.addmm_(left, right)
     elif is_gpu(total.device) and torch.cuda.get_device_capability(total.device) >= (8, 0):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        # In parts: the product, and its copy in the type of the total, would otherwise take as much memory as
-        # the total again.
+        # In parts, because the whole product, with its copy in the total's type, would take as much memory as
+        # the total.
         multiply = torch.mm if is_narrower else onednn_product
         rows = math.ceil(len(total) / CPU_WEIGHT_PARTS)
         for into, part in zip(total.split(rows), left.split(rows), strict=True):
@@ -350,13 +349,13 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _softmax_gradient(
     logits: Tensor, labels: Tensor, mask: Tensor, scales: Scales | None
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and lse² of logits [C, V], 0 where masked; the logits are overwritten by their gradient.
+    """Cross-entropy and lse² of each row, 0 where masked; the gradient of the logits overwrites the logits.
 
     Args:
-        logits: Any floating type; unchanged without `scales`.
+        logits: [C, V], any floating type. They stay unchanged if `scales` is None.
         labels: int64 [C].
         mask: bool [C].
-        scales: The objective's.
+        scales: Coefficients of the objective.
     """
     if runs_triton(logits.device) and logits.dtype != torch.float64:
         return _softmax_gradient_on_gpu(logits, labels, mask, scales)
@@ -372,7 +371,7 @@ def _softmax_gradient(
             # One exponential for both: the largest probability is at least 1/V, so its logarithm is exact.
             lse = wide.amax(-1) - softmax.amax(-1).log()
             softmax.mul_(torch.where(keep, scales.loss + 2 * scales.z_loss * lse, 0)[:, None])
-            # Flat: scatter_add is deterministic on CUDA for one dimension only.
+            # Flattened, because scatter_add on CUDA is deterministic for one dimension only.
             index = label + torch.arange(0, softmax.numel(), softmax.shape[1], device=label.device)
             softmax.view(-1).scatter_add_(0, index, -scales.loss * keep.to(lse.dtype))
             part.copy_(softmax)
@@ -404,13 +403,13 @@ def softmax_gradient_of_part(
     first: int,
     combine: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """`_softmax_gradient` of the logits of a part of the vocabulary.
+    """`_softmax_gradient` of logits of a part of the vocabulary.
 
     Args:
-        logits, labels, mask, scales: As there; labels are of the whole vocabulary.
-        first: Where the part begins.
-        combine: From each row's logsumexp over this part and its label's logit, 0 if that is in another part,
-            to those over the whole vocabulary.
+        logits, labels, mask, scales: See `_softmax_gradient`; labels are ids of the whole vocabulary.
+        first: First id of the part.
+        combine: Takes each row's logsumexp over this part, and the logit of the row's label, which is 0 if
+            the label is in another part. Returns both for the whole vocabulary.
     """
     is_own = (labels >= first) & (labels < first + logits.shape[1])
     labels = torch.where(is_own, labels - first, 0)
