@@ -124,7 +124,7 @@ class Tracker(TorchDispatchMode):
 
     def serial(self, tensor: Tensor) -> int:
         """Unique number of a tensor's storage, unlike its address, which a later storage may get."""
-        address = tensor.untyped_storage()._cdata
+        address: int = tensor.untyped_storage()._cdata
         return self._serials.get(address, -address)
 
     def peak(self) -> tuple[int, dict[str, int]]:
