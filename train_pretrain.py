@@ -132,14 +132,14 @@ class TorchrunEngine:
             return self.model(**batch.model_inputs())
 
     def train_step(self, step: Step) -> None:
-        def scaled_loss(output: DecoderOutput, batch: Batch) -> Tensor:  # also adds to the step's sums
+        def scaled_loss(output: DecoderOutput, batch: Batch) -> Tensor:  # adds to the step's sums
             return self.scaler.scale(step.add(output, batch) / self.accumulation_steps)
 
         backward = self.pipeline.backward if self.pipeline else self.backward
         backward(step.micro_batches, scaled_loss)
         self.scaler.unscale_(self.optimizer)
         grad_norm = step.clip(self.clip_grad_norm, self.parameters, self.max_grad_norm)
-        if step.may_update(grad_norm):  # also True if the GPU decides, by found_inf
+        if step.may_update(grad_norm):  # True if the GPU decides, by found_inf
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -149,8 +149,8 @@ class TorchrunEngine:
             is_last = batch is micro_batches[-1]
             if self.is_sharded:
                 self.model.set_requires_gradient_sync(is_last or self.sync_each_batch)
-                self.model.set_requires_all_reduce(is_last)  # HSDP: replicas reduce once a step
-            with nullcontext() if is_last else self.no_sync():  # DDP: ranks reduce once a step
+                self.model.set_requires_all_reduce(is_last)  # HSDP: replicas once a step
+            with nullcontext() if is_last else self.no_sync():  # DDP: ranks once a step
                 scaled_loss(self.forward(batch), batch).backward()  # no variable may keep the graph alive
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:

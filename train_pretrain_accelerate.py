@@ -184,12 +184,12 @@ class AccelerateEngine:
     def train_step(self, step: Step) -> None:
         for batch in step.micro_batches:
             with self.accelerator.accumulate(self.model):
-                self.sync_replicas(self.accelerator.sync_gradients)  # HSDP: replicas reduce once a step
+                self.sync_replicas(self.accelerator.sync_gradients)  # HSDP: replicas once a step
                 # divides by the accumulation steps, scales for fp16; under DeepSpeed also clips and steps
                 self.accelerator.backward(step.add(self.forward(batch), batch))
                 if self.accelerator.sync_gradients:
                     grad_norm = step.clip(self.clip_grad_norm, self.parameters, self.max_grad_norm)
-                    if step.may_update(grad_norm):  # also True if the GPU decides
+                    if step.may_update(grad_norm):  # True if the GPU decides
                         self.optimizer.step()  # with a scaler: scaler.step and scaler.update
                     elif self.scaler.is_enabled():
                         self.scaler.update()
