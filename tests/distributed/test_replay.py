@@ -76,7 +76,7 @@ def test_a_run_on_a_mesh_is_replayed_bit_for_bit(launcher: str, mesh: str, plain
         code, result = run_replay(run, tmp_path / "one", "--world-size", "1", "--from", "4")
         assert (code, verdicts(result)) == (0, ["within bound"])
         assert "2 processes" in result["segments"][0]["note"]
-        largest = result["segments"][0]["largest"]
+        largest = result["segments"][0]["largest_differences"]
         assert largest["train/loss"] < 1e-5
         assert max(largest.values()) > 0  # the bound was needed; losses alone may be the same bits
 

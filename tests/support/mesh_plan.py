@@ -139,7 +139,7 @@ def _compared(patch: Patch, engine: type) -> None:
 
     def compared(model: Any, *arguments: Any, **options: Any) -> None:
         initialize(model, *arguments, **options)
-        ranks: Any = SimpleNamespace(world_size=dist.get_world_size())
+        ranks: Any = SimpleNamespace(world_size=dist.get_world_size(), pipeline=None)
         check_parameters(ranks, model, "after initialisation")
 
     patch.setattr(stepping, "initialize_weights", compared)
