@@ -32,7 +32,7 @@ class PackedIndex:
 
     `piece_start` int64 [P]: first input token of each piece, counted in the split; `piece_length` int32 [P]:
     its number of targets; `sequence_offsets` int64 [N + 1]: sequence n has pieces [offsets[n], offsets[n +
-    1]). Index files use smaller unsigned types: widen the arrays before computing.
+    1]). Index files use the smallest types that fit: widen the arrays before computing.
     """
 
     piece_start: np.ndarray

@@ -1,4 +1,4 @@
-"""Writes the model card, README.md in a weights folder. It does not depend on launcher or machine."""
+"""Writes the model card, README.md in a weights folder. It names neither launcher nor paths."""
 
 from __future__ import annotations
 
