@@ -170,7 +170,8 @@ class Step:
         found_inf: float32, 0-dim, on the device: 1 if the step must be skipped, else 0. Set only while the
             decision stays on the device: then `grad_norm` is a tensor, and `loss`, `skipped` and `spike` are
             undecided.
-        number, tokens_seen: Steps and loss tokens of the run, this step included.
+        number: Steps of the run, this one included.
+        tokens_seen: Loss tokens of the run, this step's included.
         learning_rate: Rate of this step.
         seconds: Wall time of this step in the loop.
     """
