@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.launching import ROOT, train
+from support.launching import run_options, train
 from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
@@ -16,13 +16,14 @@ from llm_pretrain.training.saving import CheckpointManager
 
 
 def options(store: Path, folder: Path, *more: str) -> list[str]:
-    return [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
-        *("--run.output_dir", str(folder), "--training.max_steps", "2", "--schedule.warmup_steps", "1"),
-        *("--checkpoint.save_steps", "0", "--evaluation.max_batches", "1"),
-        *("--training.precision", "fp32", "--distributed.cpu_threads", "1"),
-        *("--logging.report", "true", *more),
-    ]
+    return run_options(
+        "tiny-moe",
+        store,
+        "training.max_steps=2 schedule.warmup_steps=1 checkpoint.save_steps=0 "
+        "evaluation.max_batches=1 logging.report=true",
+        *more,
+        folder=folder,
+    )
 
 
 @pytest.fixture

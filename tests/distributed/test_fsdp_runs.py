@@ -22,6 +22,7 @@ from support.launching import (
     assert_same_tensors,
     checkpoint_tensors,
     launch,
+    run_options,
     train,
 )
 from support.stepping import relative_error
@@ -35,24 +36,18 @@ PRINTED = "distributed.strategy: fsdp"
 
 def options(store: Path, steps: int, strategy: str) -> list[str]:
     """Three evaluation batches on two ranks: one has none left in the second round."""
-    return [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
-        *("--training.max_steps", str(steps), "--schedule.name", "constant", "--schedule.warmup_steps", "0"),
-        *("--training.global_batch_size", "16", "--distributed.strategy", strategy),
-        *("--training.activation_checkpointing", "true", "--logging.parameters_sha256", "true"),
-        *("--model.hidden_dropout", "0.1", "--model.router_bias_update_rate", "1e-3"),
-        *(
-            "--model.tie_word_embeddings",
-            "true",
-            "--training.precision",
-            "fp32",
-            "--distributed.cpu_threads",
-            "1",
-        ),
-        *("--evaluation.eval_steps", "2", "--evaluation.max_batches", "3", "--checkpoint.save_steps", "2"),
-        *("--evaluation.sample_prompts", "[one, two]", "--evaluation.sample_tokens", "4"),
-        *("--checkpoint.keep_last", "9"),
-    ]
+    return run_options(
+        "tiny-moe",
+        store,
+        f"training.max_steps={steps} schedule.name=constant schedule.warmup_steps=0 "
+        f"training.global_batch_size=16 distributed.strategy={strategy} "
+        "training.activation_checkpointing=true logging.parameters_sha256=true "
+        "model.hidden_dropout=0.1 model.router_bias_update_rate=1e-3 "
+        "model.tie_word_embeddings=true evaluation.eval_steps=2 evaluation.max_batches=3 "
+        "checkpoint.save_steps=2 evaluation.sample_tokens=4 checkpoint.keep_last=9",
+        "--evaluation.sample_prompts",
+        "[one, two]",
+    )
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from support.launching import ROOT, Finished, launch
+from support.launching import Finished, launch, run_options
 
 STEPS = 4
 SPLITS = {"1x8": (1, 3), "2x4": (2, 3), "1x2, larger micro batches": (1, 12)}
@@ -16,13 +16,12 @@ SPLITS = {"1x8": (1, 3), "2x4": (2, 3), "1x2, larger micro batches": (1, 12)}
 @pytest.fixture(scope="module")
 def runs(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     folder = tmp_path_factory.mktemp("splits")
-    shared = [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml")),
-        *("--data.sources", f"[{{store: {masked_store}}}]"),
-        *("--training.global_batch_size", "24", "--training.max_steps", str(STEPS)),
-        *("--training.z_loss_coef", "1e-4", "--evaluation.eval_steps", str(STEPS)),
-        *("--checkpoint.save_steps", "0", "--training.precision", "fp32", "--distributed.cpu_threads", "1"),
-    ]
+    shared = run_options(
+        "tiny-moe",
+        masked_store,
+        f"training.global_batch_size=24 training.max_steps={STEPS} training.z_loss_coef=1e-4 "
+        f"evaluation.eval_steps={STEPS} checkpoint.save_steps=0",
+    )
     return {
         name: launch(
             "torchrun",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.engines import engine_class, small_config
 from support.fork_server import SCRIPTS, Request, fork_server
-from support.launching import NO_REPORT, ROOT, TIMEOUT_SECONDS
+from support.launching import TIMEOUT_SECONDS, run_options
 
 from llm_pretrain.distributed import collectives
 from llm_pretrain.errors import ConfigError, DivergedError
@@ -29,12 +29,13 @@ def run(
     steps: int = 2,
 ) -> tuple[list[int], list[str]]:
     """Exit codes and error lines of two ranks, the second with `changes`."""
-    options = [
-        *(*NO_REPORT, "--config", str(ROOT / "configs" / "tiny-dense.yaml"), "--run.output_dir", str(folder)),
-        *("--data.sources", f"[{{store: {store}}}]", "--training.max_steps", str(steps)),
-        *("--schedule.warmup_steps", "0", "--distributed.cpu_threads", "1", "--training.precision", "fp32"),
-        *("--evaluation.eval_steps", "0", "--distributed.timeout_seconds", "30"),
-    ]
+    options = run_options(
+        "tiny-dense",
+        store,
+        f"logging.report=false training.max_steps={steps} schedule.warmup_steps=0 "
+        "evaluation.eval_steps=0 distributed.timeout_seconds=30",
+        folder=folder,
+    )
     output = folder.with_suffix(".output")
     request = Request(
         "support.fork_server:run_own_script",

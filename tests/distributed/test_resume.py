@@ -24,6 +24,7 @@ from support.launching import (
     environment,
     finish,
     launch,
+    run_options,
 )
 
 STEPS, SAVE_STEPS, KILL_STEP = 16, 4, 9
@@ -31,14 +32,13 @@ STEPS, SAVE_STEPS, KILL_STEP = 16, 4, 9
 
 @pytest.fixture(scope="module")
 def options(masked_store: Path) -> list[str]:
-    return [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml")),
-        *("--data.sources", f"[{{store: {masked_store}}}]"),
-        *("--training.max_steps", str(STEPS), "--checkpoint.save_steps", str(SAVE_STEPS)),
-        *("--model.hidden_dropout", "0.1", "--model.router_bias_update_rate", "1e-3"),
-        *("--evaluation.eval_steps", "8", "--logging.logging_steps", "1"),
-        *("--training.precision", "fp32", "--distributed.cpu_threads", "1"),
-    ]
+    return run_options(
+        "tiny-moe",
+        masked_store,
+        f"training.max_steps={STEPS} checkpoint.save_steps={SAVE_STEPS} "
+        "model.hidden_dropout=0.1 model.router_bias_update_rate=1e-3 evaluation.eval_steps=8 "
+        "logging.logging_steps=1",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -169,21 +169,13 @@ def test_torchrun_starts_a_killed_rank_again_in_place(
 def test_more_and_fewer_processes_end_with_nearly_the_same_parameters(masked_store: Path, tmp_path: Path):
     """From two to four and to one, 20 steps on: the same samples, parameters within rounding."""
     start, end, shared = 10, 30, tmp_path / "two"
-    options = [
-        *("--config", str(ROOT / "configs" / "tiny-dense.yaml")),
-        *(
-            "--data.sources",
-            f"[{{store: {masked_store}}}]",
-            "--training.precision",
-            "fp32",
-            "--distributed.cpu_threads",
-            "1",
-        ),
-        *("--training.micro_batch_size", "2", "--training.global_batch_size", "16"),
-        *("--training.max_steps", str(end), "--checkpoint.save_steps", str(start)),
-        *("--checkpoint.keep_last", "9", "--evaluation.eval_steps", "0"),
-        *("--model.hidden_dropout", "0.1", "--logging.logging_steps", "1"),
-    ]
+    options = run_options(
+        "tiny-dense",
+        masked_store,
+        f"training.micro_batch_size=2 training.global_batch_size=16 training.max_steps={end} "
+        f"checkpoint.save_steps={start} checkpoint.keep_last=9 evaluation.eval_steps=0 "
+        "model.hidden_dropout=0.1 logging.logging_steps=1",
+    )
     straight = launch("torchrun", 2, shared, options)
     expected = checkpoint_tensors(shared, end)
     for world_size in (4, 1):

@@ -29,6 +29,7 @@ from support.launching import (
     environment,
     finish,
     launch,
+    run_options,
     start,
 )
 
@@ -157,14 +158,15 @@ def interrupt(options: list[str], folder: Path) -> Stopped:
 def run(request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """tiny-moe in one go; tiny-dense stopped by Ctrl-C and started again by the same command."""
     name = request.param
-    options = [
-        *("--config", str(ROOT / "configs" / f"{name}.yaml"), "--distributed.cpu_threads", "1"),
-        *("--data.sources", f"[{{store: {corpus.store.path}}}]", "--training.max_steps", str(STEPS[name])),
-        *("--training.sequence_length", str(SEQUENCE_LENGTH), "--training.micro_batch_size", "2"),
-        *("--training.global_batch_size", "4", "--checkpoint.save_steps", "0"),
-        *("--evaluation.eval_steps", "100", "--evaluation.max_batches", "null"),
-        *("--training.precision", "fp32"),  # what is recomputed from the weights is, too
-    ]
+    options = run_options(
+        name,
+        corpus.store.path,
+        f"training.sequence_length={SEQUENCE_LENGTH} training.micro_batch_size=2 "
+        "training.global_batch_size=4 checkpoint.save_steps=0 evaluation.eval_steps=100 "
+        "evaluation.max_batches=null",
+        "--training.max_steps",
+        str(STEPS[name]),
+    )
     folder = tmp_path_factory.mktemp(name) / "run"
     stopped = interrupt(options, folder) if name == "tiny-dense" else None
     return Run(name, corpus, options, stopped, launch("torchrun", 1, folder, options))

@@ -9,7 +9,7 @@ import pytest
 from support.corpora import make_store
 from support.crash_probe import CrashProbe
 from support.faulty_io import build_library
-from support.launching import ROOT, Finished, launch
+from support.launching import Finished, launch, run_options
 from support.once import once
 
 STEPS, SAVE_STEPS = 24, 4
@@ -28,14 +28,13 @@ def fault_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def options(fault_store: Path) -> list[str]:
     """Options of a mixture of experts with dropout, a row per step, a save every `SAVE_STEPS`."""
-    return [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml")),
-        *("--data.sources", f"[{{store: {fault_store}}}]"),
-        *("--training.max_steps", str(STEPS), "--checkpoint.save_steps", str(SAVE_STEPS)),
-        *("--model.hidden_dropout", "0.1", "--model.router_bias_update_rate", "1e-3"),
-        *("--evaluation.eval_steps", "0", "--logging.logging_steps", "1"),
-        *("--training.precision", "fp32", "--distributed.cpu_threads", "1"),
-    ]
+    return run_options(
+        "tiny-moe",
+        fault_store,
+        f"training.max_steps={STEPS} checkpoint.save_steps={SAVE_STEPS} "
+        "model.hidden_dropout=0.1 model.router_bias_update_rate=1e-3 evaluation.eval_steps=0 "
+        "logging.logging_steps=1",
+    )
 
 
 @pytest.fixture(scope="session")

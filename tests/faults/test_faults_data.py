@@ -25,7 +25,7 @@ import pytest
 import zstandard
 from support.corpora import edit_facts, make_texts, make_tokenizer, write_jsonl
 from support.fork_server import python_path
-from support.launching import ROOT, launch, train
+from support.launching import launch, run_options, train
 from support.measured import run_measured
 from support.stopping import no_traceback_of_ours
 
@@ -664,21 +664,8 @@ SAMPLED = ("shards exchanged", "a shard of zeros", "a mask of other bits")
 """What a store too large to be read when it is opened is searched for by samples."""
 
 
-def run_options(store: Path, folder: Path) -> list[str]:
-    return [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
-        *(
-            "--run.output_dir",
-            str(folder),
-            "--training.max_steps",
-            "8",
-            "--training.precision",
-            "fp32",
-            "--distributed.cpu_threads",
-            "1",
-        ),
-        *("--training.sequence_length", "64"),
-    ]
+def short_options(store: Path, folder: Path) -> list[str]:
+    return run_options("tiny-moe", store, "training.max_steps=8 training.sequence_length=64", folder=folder)
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -689,7 +676,7 @@ def test_a_damaged_store_ends_a_run_before_its_first_step(
     changes, message = DAMAGE[name]
     for change in changes:
         change(store)
-    assert train(*run_options(store, here / "run")) == 65
+    assert train(*short_options(store, here / "run")) == 65
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert error.count("error: ") == 1
@@ -706,7 +693,7 @@ def test_of_a_large_store_samples_are_compared(
     changes, message = DAMAGE[name]
     for change in changes:
         change(store)
-    assert train(*run_options(store, here / "run")) == 65
+    assert train(*short_options(store, here / "run")) == 65
     error = capsys.readouterr().err
     assert re.search(message + r".*sample", error), error
     monkeypatch.setattr(token_store, "check_samples", lambda path, files: None)
@@ -721,7 +708,7 @@ def test_ids_beyond_the_vocabulary_of_a_large_store_are_never_trained_on(
     for file in sorted((store / "train").glob("tokens-*")):
         numbers(f"train/{file.name}", "<u2", lambda n: n.__setitem__(29, 60000))(store)
     forge(store)
-    assert train(*run_options(store, here / "run")) == 65
+    assert train(*short_options(store, here / "run")) == 65
     assert "expected token ids below vocab_size 259, found 60000 in sequence" in capsys.readouterr().err
     rows = (here / "run" / "metrics.jsonl").read_text().splitlines()
     assert {json.loads(row)["step"] for row in rows} <= {0}
@@ -731,7 +718,7 @@ def test_ids_beyond_the_vocabulary_of_a_large_store_are_never_trained_on(
 def test_two_processes_refuse_a_damaged_store_together(here: Path, sharded: Path):
     store = Path(shutil.copytree(sharded, here / "store"))
     swap(store)
-    run = launch("torchrun", 2, here / "run", run_options(store, here / "run"), exit_code=1)
+    run = launch("torchrun", 2, here / "run", short_options(store, here / "run"), exit_code=1)
     assert run.output.count("expected unaltered contents") == 1
     assert run.output.count("error: ") == 1
     no_traceback_of_ours(run.output)

@@ -11,7 +11,7 @@ from typing import Any
 
 from support.crash_probe import CrashProbe, Ended
 from support.faulty_io import Call, Fault, Tree, read_tree, write_tree
-from support.launching import ROOT, Finished
+from support.launching import Finished, run_options
 
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.manifest import file_digest, find_damage, read_manifest
@@ -24,32 +24,16 @@ LAST = 3
 
 def small_options(store: Path) -> list[str]:
     """Three steps of a very small mixture of experts with dropout, each evaluated and saved."""
-    return [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
-        *(
-            "--training.precision",
-            "fp32",
-            "--distributed.cpu_threads",
-            "1",
-            "--model.hidden_size",
-            "16",
-            "--model.num_hidden_layers",
-            "1",
-        ),
-        *("--model.num_experts", "2", "--model.moe_intermediate_size", "16"),
-        *("--model.intermediate_size", "32", "--model.hidden_dropout", "0.1"),
-        *("--training.max_steps", str(LAST), "--schedule.warmup_steps", "1", "--checkpoint.save_steps", "1"),
-        *("--training.sequence_length", "32", "--training.global_batch_size", "4"),
-        *(
-            "--training.micro_batch_size",
-            "2",
-            "--evaluation.max_batches",
-            "1",
-            "--evaluation.eval_steps",
-            "1",
-        ),
-        *("--logging.logging_steps", "1", "--checkpoint.keep_last", "2"),
-    ]
+    return run_options(
+        "tiny-moe",
+        store,
+        "model.hidden_size=16 model.num_hidden_layers=1 model.num_experts=2 "
+        "model.moe_intermediate_size=16 model.intermediate_size=32 model.hidden_dropout=0.1 "
+        f"training.max_steps={LAST} schedule.warmup_steps=1 checkpoint.save_steps=1 "
+        "training.sequence_length=32 training.global_batch_size=4 training.micro_batch_size=2 "
+        "evaluation.max_batches=1 evaluation.eval_steps=1 logging.logging_steps=1 "
+        "checkpoint.keep_last=2",
+    )
 
 
 @dataclass

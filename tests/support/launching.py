@@ -271,13 +271,25 @@ def train(*arguments: str) -> int:
         return int(exit_.code or 0)
 
 
-def tiny_options(store: Path, folder: Path) -> list[str]:
-    """Of a run of the tiny mixture of experts in fp32 on one thread, with two micro batches a step."""
+def run_options(
+    preset: str, store: Path | str, settings: str = "", *more: str, folder: Path | str | None = None
+) -> list[str]:
+    """The command line of a small run in fp32 on one thread, into `folder` unless the launch names one.
+
+    `settings` are pairs such as "training.max_steps=6 checkpoint.save_steps=2". `more` comes last, and wins.
+    """
     return [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
-        *("--run.output_dir", str(folder), "--training.global_batch_size", "8"),
+        *("--config", str(ROOT / "configs" / f"{preset}.yaml"), "--data.sources", f"[{{store: {store}}}]"),
         *("--training.precision", "fp32", "--distributed.cpu_threads", "1"),
+        *(["--run.output_dir", str(folder)] if folder else []),
+        *(f"--{pair}" for pair in settings.split()),
+        *more,
     ]
+
+
+def tiny_options(store: Path, folder: Path) -> list[str]:
+    """Of a run of the tiny mixture of experts, with two micro batches a step."""
+    return run_options("tiny-moe", store, "training.global_batch_size=8", folder=folder)
 
 
 def train_tiny(store: Path, folder: Path, *arguments: str) -> Finished:

@@ -13,7 +13,7 @@ import torch
 from support.compiled_plan import MESHES
 from support.engines import run_engine, small_config
 from support.faults import Fault, defined, replace_everywhere, replacing
-from support.launching import ROOT, checkpoint_tensors, train
+from support.launching import checkpoint_tensors, run_options, train
 from support.rank_cases import Outcome, run_ranks
 from support.stepping import Driven, relative_error
 
@@ -116,14 +116,16 @@ def test_what_differs_from_batch_to_batch_stays_out_of_the_graphs(plain_store: P
 
 
 def options(store: Path, folder: Path, *more: str) -> list[str]:
-    return [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
-        *("--run.output_dir", str(folder), "--training.compile", "on", "--training.precision", "fp32"),
-        *("--training.global_batch_size", "8", "--schedule.warmup_steps", "0", "--schedule.name", "constant"),
-        *("--checkpoint.save_steps", "2", "--evaluation.eval_steps", "2", "--evaluation.max_batches", "1"),
-        *("--evaluation.sample_prompts", "[one]", "--evaluation.sample_tokens", "4"),
-        *("--logging.parameters_sha256", "true", "--distributed.cpu_threads", "1", *more),
-    ]
+    return run_options(
+        "tiny-moe",
+        store,
+        "training.compile=on training.global_batch_size=8 schedule.warmup_steps=0 "
+        "schedule.name=constant checkpoint.save_steps=2 evaluation.eval_steps=2 "
+        "evaluation.max_batches=1 evaluation.sample_prompts=[one] evaluation.sample_tokens=4 "
+        "logging.parameters_sha256=true",
+        *more,
+        folder=folder,
+    )
 
 
 def rows(folder: Path) -> dict[int, dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, train
+from support.launching import Finished, assert_same_tensors, checkpoint_tensors, run_options, train
 
 import train_pretrain
 from llm_pretrain.model.decoder import Decoder
@@ -23,22 +23,16 @@ LOST, LARGE = {3, 4, 12}, {20}
 
 
 def options(store: Path, folder: Path, *more: str) -> list[str]:
-    return [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
-        *(
-            "--run.output_dir",
-            str(folder),
-            "--training.max_steps",
-            str(STEPS),
-            "--distributed.cpu_threads",
-            "1",
-        ),
-        *("--training.precision", "fp32", "--schedule.name", "constant"),
-        *("--training.global_batch_size", "8", "--training.micro_batch_size", "8"),
-        *("--model.router_bias_update_rate", "1e-3", "--logging.logging_steps", "5"),
-        *("--checkpoint.save_steps", "9", "--evaluation.eval_steps", "14", "--evaluation.max_batches", "1"),
+    return run_options(
+        "tiny-moe",
+        store,
+        f"training.max_steps={STEPS} schedule.name=constant training.global_batch_size=8 "
+        "training.micro_batch_size=8 model.router_bias_update_rate=1e-3 "
+        "logging.logging_steps=5 checkpoint.save_steps=9 evaluation.eval_steps=14 "
+        "evaluation.max_batches=1",
         *more,
-    ]
+        folder=folder,
+    )
 
 
 @contextmanager

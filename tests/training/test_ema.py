@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.engines import small_config
-from support.launching import ROOT, checkpoint_tensors, train
+from support.launching import checkpoint_tensors, run_options, train
 from support.resuming import Attempt, drift
 from torch import Tensor
 from torch.nn import Parameter
@@ -203,15 +203,16 @@ def test_with_deepspeed_it_is_refused_by_name():
 
 
 def options(store: Path, folder: Path, *more: str) -> list[str]:
-    return [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
-        *("--run.output_dir", str(folder), "--training.precision", "fp32", "--training.max_steps", "6"),
-        *("--training.global_batch_size", "8", "--schedule.warmup_steps", "0", "--optimizer.name", "muon"),
-        *("--optimizer.ema_decay", "0.5", "--checkpoint.save_steps", "2", "--evaluation.eval_steps", "3"),
-        *("--evaluation.max_batches", "1", "--checkpoint.weights_dtype", "bf16"),
-        *("--logging.report", "false", "--distributed.cpu_threads", "1"),
+    return run_options(
+        "tiny-moe",
+        store,
+        "training.max_steps=6 training.global_batch_size=8 schedule.warmup_steps=0 "
+        "optimizer.name=muon optimizer.ema_decay=0.5 checkpoint.save_steps=2 "
+        "evaluation.eval_steps=3 evaluation.max_batches=1 checkpoint.weights_dtype=bf16 "
+        "logging.report=false",
         *more,
-    ]
+        folder=folder,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launching import Finished, assert_same_tensors, checkpoint_tensors, train
+from support.launching import Finished, assert_same_tensors, checkpoint_tensors, run_options, train
 
 from llm_pretrain.checkpoints import store
 from llm_pretrain.checkpoints.store import CheckpointStore
@@ -19,26 +19,19 @@ from llm_pretrain.runs import rows as metrics_file
 from llm_pretrain.training import saving as checkpointing
 from llm_pretrain.training.saving import CheckpointManager
 
-TINY = Path(__file__).parent.parent.parent / "configs" / "tiny-moe.yaml"
 MODES = pytest.mark.parametrize("mode", ["false", "true"], ids=["sync", "async"])
 
 
 def options(store: Path, folder: Path, mode: str, *more: str) -> list[str]:
-    return [
-        *("--config", str(TINY), "--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
-        *("--training.sequence_length", "32", "--training.global_batch_size", "8"),
-        *("--training.micro_batch_size", "8"),
-        *("--training.max_steps", "10", "--evaluation.eval_steps", "0", "--checkpoint.save_steps", "2"),
-        *(
-            "--training.precision",
-            "fp32",
-            "--distributed.cpu_threads",
-            "1",
-            "--checkpoint.async_save",
-            mode,
-            *more,
-        ),
-    ]
+    return run_options(
+        "tiny-moe",
+        store,
+        "training.sequence_length=32 training.global_batch_size=8 training.micro_batch_size=8 "
+        "training.max_steps=10 evaluation.eval_steps=0 checkpoint.save_steps=2 "
+        f"checkpoint.async_save={mode}",
+        *more,
+        folder=folder,
+    )
 
 
 def fail_steps(monkeypatch: pytest.MonkeyPatch, steps: Iterable[int]) -> None:

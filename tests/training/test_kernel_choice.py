@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import failing_kernels
-from support.launching import NO_REPORT, ROOT, launch
+from support.launching import launch, run_options
 
 from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.tree import Config
@@ -288,11 +288,9 @@ def walk(monkeypatch: Patch, folder: Path, part: Part, config: Config) -> list[s
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_both_scripts_train_with_what_all_ranks_can_run(launcher: str, plain_store: Path, tmp_path: Path):
     """Rank 1 alone lacks the fused loss; a second attempt takes the first one's choice; a name is refused."""
-    options = [
-        *(*NO_REPORT, "--config", str(ROOT / "configs" / "tiny-moe.yaml")),
-        *("--data.sources", f"[{{store: {plain_store}}}]", "--model.vocab_size", "1024"),
-        *("--training.precision", "fp32", "--distributed.cpu_threads", "1", "--evaluation.eval_steps", "0"),
-    ]
+    options = run_options(
+        "tiny-moe", plain_store, "logging.report=false model.vocab_size=1024 evaluation.eval_steps=0"
+    )
     before: list[tuple[str, list[Any]]] = [("support.failing_kernels:check_on_cpu", [1, "fused loss"])]
     folder = tmp_path / "run"
     line = f"loss fused {RAISED} (rank 1); full takes its place"

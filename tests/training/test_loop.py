@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.corpora import make_texts, write_jsonl
-from support.launching import ROOT, Finished, train
+from support.launching import Finished, run_options, train
 from torch import Tensor
 
 import train_pretrain
@@ -23,16 +23,16 @@ from llm_pretrain.training import model_setup
 from llm_pretrain.training.evaluation import Evaluator
 from llm_pretrain.training.step import Step
 
-TINY = str(ROOT / "configs" / "tiny-moe.yaml")
-
 
 def options(store: Path, folder: Path, *more: str) -> list[str]:
-    return [
-        *("--config", TINY, "--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
-        *("--training.max_steps", "6", "--schedule.warmup_steps", "2", "--evaluation.eval_steps", "3"),
-        *("--checkpoint.save_steps", "2", "--training.precision", "fp32", "--distributed.cpu_threads", "1"),
-        *("--training.global_batch_size", "8", "--evaluation.max_batches", "1", *more),
-    ]
+    return run_options(
+        "tiny-moe",
+        store,
+        "training.max_steps=6 schedule.warmup_steps=2 evaluation.eval_steps=3 "
+        "checkpoint.save_steps=2 training.global_batch_size=8 evaluation.max_batches=1",
+        *more,
+        folder=folder,
+    )
 
 
 def test_a_run_leaves_its_folder_as_documented(plain_store: Path, tmp_path: Path):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, train
+from support.launching import Finished, assert_same_tensors, checkpoint_tensors, run_options, train
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.data.store import TokenStore
@@ -24,29 +24,20 @@ from llm_pretrain.training.evaluation import Evaluator, Samples
 from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.saving import CheckpointManager
 
-TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 LOSSES = {0: 1.0, 2: 5.0, 4: 4.0, 6: 3.0, 8: 3.5}
 """Evaluation losses by step; step 0 has the lowest, and does not count."""
 
 
 def options(store: Path, folder: Path, *more: str) -> list[str]:
-    return [
-        *("--config", TINY, "--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
-        *("--training.sequence_length", "32", "--training.global_batch_size", "8"),
-        *("--training.micro_batch_size", "8"),
-        *("--training.max_steps", "8", "--schedule.warmup_steps", "2", "--evaluation.eval_steps", "2"),
-        *(
-            "--evaluation.max_batches",
-            "1",
-            "--checkpoint.save_steps",
-            "3",
-            "--training.precision",
-            "fp32",
-            "--distributed.cpu_threads",
-            "1",
-        ),
+    return run_options(
+        "tiny-dense",
+        store,
+        "training.sequence_length=32 training.global_batch_size=8 training.micro_batch_size=8 "
+        "training.max_steps=8 schedule.warmup_steps=2 evaluation.eval_steps=2 "
+        "evaluation.max_batches=1 checkpoint.save_steps=3",
         *more,
-    ]
+        folder=folder,
+    )
 
 
 @pytest.fixture

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.launching import ROOT, Finished, train
-
-TINY = str(ROOT / "configs" / "tiny-dense.yaml")
+from support.launching import Finished, run_options, train
 
 
 def options(store: Path, folder: Path, *more: str) -> list[str]:
-    return [
-        *("--config", TINY, "--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
-        *("--training.sequence_length", "32", "--training.global_batch_size", "8"),
-        *("--training.micro_batch_size", "8"),
-        *("--training.max_steps", "4", "--schedule.name", "constant", "--evaluation.eval_steps", "3"),
-        *(
-            "--evaluation.max_batches",
-            "1",
-            "--checkpoint.save_steps",
-            "2",
-            "--training.precision",
-            "fp32",
-            "--distributed.cpu_threads",
-            "1",
-        ),
+    return run_options(
+        "tiny-dense",
+        store,
+        "training.sequence_length=32 training.global_batch_size=8 training.micro_batch_size=8 "
+        "training.max_steps=4 schedule.name=constant evaluation.eval_steps=3 "
+        "evaluation.max_batches=1 checkpoint.save_steps=2",
         *more,
-    ]
+        folder=folder,
+    )
 
 
 def card(run: Path, name: str) -> str:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.launching import ROOT, Finished, train
+from support.launching import Finished, run_options, train
 
 from llm_pretrain.checkpoints import store
 from llm_pretrain.checkpoints.manifest import _digest, newest_run_id
@@ -18,17 +18,17 @@ from llm_pretrain.training import saving as checkpointing
 from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.saving import CheckpointManager
 
-TINY = str(ROOT / "configs" / "tiny-dense.yaml")
-
 
 def options(store: Path, folder: Path, *more: str, steps: int = 2) -> list[str]:
-    return [
-        *("--config", TINY, "--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
-        *("--training.sequence_length", "32", "--training.global_batch_size", "4"),
-        *("--training.max_steps", str(steps), "--schedule.warmup_steps", "0", "--logging.logging_steps", "1"),
-        *("--training.precision", "fp32", "--distributed.cpu_threads", "1", "--evaluation.eval_steps", "0"),
-        *("--checkpoint.save_steps", "1", *more),
-    ]
+    return run_options(
+        "tiny-dense",
+        store,
+        f"training.sequence_length=32 training.global_batch_size=4 training.max_steps={steps} "
+        "schedule.warmup_steps=0 logging.logging_steps=1 evaluation.eval_steps=0 "
+        "checkpoint.save_steps=1",
+        *more,
+        folder=folder,
+    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.engines import reset_accelerate, small_config
-from support.launching import ROOT
+from support.launching import run_options
 
 import train_pretrain
 import train_pretrain_accelerate
@@ -155,12 +155,13 @@ def test_what_a_launcher_asked_for_stays_asked_for(monkeypatch: pytest.MonkeyPat
 
 
 def short_run(store: Path, folder: Path, strategy: str) -> list[str]:
-    return [
-        *("--config", str(ROOT / "configs" / "tiny-dense.yaml"), "--data.sources", f"[{{store: {store}}}]"),
-        *("--training.max_steps", "1", "--training.global_batch_size", "4", "--evaluation.eval_steps", "0"),
-        *("--schedule.warmup_steps", "0", "--logging.report", "false", "--distributed.strategy", strategy),
-        *("--run.output_dir", str(folder), "--training.precision", "fp32", "--distributed.cpu_threads", "1"),
-    ]
+    return run_options(
+        "tiny-dense",
+        store,
+        "training.max_steps=1 training.global_batch_size=4 evaluation.eval_steps=0 "
+        f"schedule.warmup_steps=0 logging.report=false distributed.strategy={strategy}",
+        folder=folder,
+    )
 
 
 def test_deepspeed_by_hand_names_the_script_that_runs_it(plain_store: Path):
