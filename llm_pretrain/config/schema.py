@@ -85,7 +85,7 @@ def check_ranges(
     Fields without a declared range have `default`; None accepts all their numbers.
     """
     for field, value in values.items():
-        entries = enumerate(value) if isinstance(value, list) else ()
+        entries = enumerate(value) if isinstance(value, list | tuple) else ()
         for name, each in [(field, value), *((f"{field}[{i}]", entry) for i, entry in entries)]:
             if dataclasses.is_dataclass(each):
                 yield from check_ranges(type(each), vars(each), f"{prefix}{name}.", default)
