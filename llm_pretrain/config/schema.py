@@ -113,10 +113,13 @@ def check_value(name: str, kind: Any, value: object, origin: str = "") -> list[s
 def _check_entry(
     cls: Any, entry: object, name: str, origin: str = "", *, whole: bool = False
 ) -> Iterator[str]:
-    """Problems of the plain values of a dataclass; with `whole`, fields with a default must be there too."""
+    """Problems of the plain values of a dataclass.
+
+    With `whole`, fields with a default must be there too, and texts may have any characters.
+    """
     where, known, prefix = in_file(origin), field_types(cls), f"{name}." if name else ""
     if not isinstance(entry, Mapping):
-        yield f"{name}: expected {describe(cls)}, found {show(entry)}{where}"
+        yield f"{name or 'content'}: expected {describe(cls)}, found {show(entry)}{where}"
         return
     for key in entry:
         if key not in known:
@@ -127,7 +130,7 @@ def _check_entry(
             value = entry[field.name]
             if dataclasses.is_dataclass(kind):
                 yield from _check_entry(kind, value, place, origin, whole=whole)
-            elif not _fits(kind, value):
+            elif not (matches_type if whole else _fits)(kind, value):
                 yield f"{place}: expected {describe(kind)}, found {show(value)}{where}"
         elif whole or (field.default is field.default_factory is dataclasses.MISSING):
             yield f"{place}: expected {describe(kind)}, found nothing{where}"
@@ -142,7 +145,7 @@ def read(
         content: The object, with all fields of `kind`.
         file: File of the object, for the message.
         error: Type of the error that is raised.
-        name: Name of the object in the file; empty for the whole file.
+        name: Name of the object in the file; empty for all of its content.
         advice: End of the message.
 
     Raises:
