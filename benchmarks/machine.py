@@ -62,11 +62,11 @@ def machine() -> str:
     """`AMD EPYC, 2 cores, torch 2.13.0`, with the GPU where there is one."""
     import torch
 
-    from llm_pretrain.hardware import usable_cores
+    from llm_pretrain.hardware import processor, usable_cores
 
     cores = usable_cores()
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{cpu_name()}, {cores} cores{gpu}, Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{processor()}, {cores} cores{gpu}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def commit() -> str:
@@ -87,14 +87,3 @@ def _git(*arguments: str) -> str:
 def python_path() -> str:
     """PYTHONPATH for a script that is started: this checkout, then what it held before."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def cpu_name() -> str:
-    """The processor's model, where Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU"
-    )

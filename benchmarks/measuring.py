@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from benchmarks.machine import ROOT, commit, cpu_name
+from benchmarks.machine import ROOT, commit
 
-__all__ = ["ENOUGH", "ROOT", "Interval", "Spread", "commit", "cpu_name", "goal", "interleaved", "ratio"]
+__all__ = ["ENOUGH", "ROOT", "Interval", "Spread", "commit", "goal", "interleaved", "ratio"]
 
 ENOUGH = 7
 """Pairs below which no interval is given: the extremes of 7 hold the median with 98.4 %, of 5 with 93.8 %."""

@@ -21,7 +21,7 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.errors import DataError, OutputError
+from llm_pretrain.errors import CheckpointError, DataError, OutputError
 
 MAX_BYTES = 1 << 28
 """Size limit for reading a JSON file; a tokenizer.json with a large vocabulary takes 30 MB."""
@@ -162,6 +162,22 @@ def json_object(file: Path, content: bytes) -> dict[str, Any]:
 def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file; raises DataError if the file has none or cannot be read."""
     return json_object(file, read_data(file))
+
+
+def open_safetensors(file: Path) -> Any:
+    """Open a safetensors file to read one tensor at a time; the result is a context manager.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not a safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        open_plain(file).close()  # raises for a pipe, on which safetensors would wait
+        return safe_open(file, "pt")
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: an invalid file name
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{file}: expected a safetensors file, found: {reason}") from error
 
 
 @contextmanager

@@ -196,7 +196,7 @@ def environment(device: torch.device) -> dict[str, str | None]:
         "llm_pretrain": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else None,
         "cpu_threads": str(torch.get_num_threads()) if device.type == "cpu" else None,
         "git_revision": _git_revision(),
@@ -233,10 +233,11 @@ def arithmetic_changes(
     ]
 
 
-def _processor() -> str:
+def processor(entry: str = "model name") -> str:
+    """An entry of Linux's `/proc/cpuinfo`, such as `vendor_id`; elsewhere Python's name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
+            if line.startswith(entry):
                 return line.partition(":")[2].strip()
     except OSError:
         pass

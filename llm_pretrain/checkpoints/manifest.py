@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.config.model_config import ModelConfig, neutral_values
-from llm_pretrain.config.schema import field_types, matches_type
+from llm_pretrain.config.schema import Count, NonNegativeInt, PositiveInt, read
 from llm_pretrain.errors import CheckpointError, MismatchError
 from llm_pretrain.files import open_plain, read_json, write_text
 
@@ -45,12 +45,12 @@ class RunFacts:
         run_id: Id of the run's folder; None for a run without a folder.
     """
 
-    step: int
-    tokens_seen: int
+    step: NonNegativeInt
+    tokens_seen: Count
     launcher: Literal["torchrun", "accelerate"]
     strategy: str
-    world_size: int
-    global_batch_size: int
+    world_size: PositiveInt
+    global_batch_size: PositiveInt
     seed: int
     wandb_id: str | None
     fingerprints: dict[str, str]
@@ -168,10 +168,8 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{file}: format_version is {version}, this version of llm_pretrain reads {FORMAT_VERSION}; "
                 "continue with the version that wrote it"
             )
-        manifest = Manifest(run=RunFacts(**content.pop("run")), **content)
-        if wrong := wrong_part(manifest):
-            raise UnsoundError(f"{MANIFEST_NAME}: expected {wrong}; it was not written by this package")
-        return manifest
+        advice = "; it was not written by this package"  # the digest detects only changes
+        return read(Manifest, content, MANIFEST_NAME, UnsoundError, advice=advice)
     except FileNotFoundError:
         raise UnsoundError(f"{MANIFEST_NAME}: expected a file, found none") from None
     except PermissionError as error:
@@ -239,26 +237,6 @@ def _no_permission(file: Path, error: OSError) -> CheckpointError:
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-_LONGEST = 1 << 62
-
-
-def wrong_part(manifest: Manifest) -> str | None:
-    """The first invalid part, in words: what is expected and what was found. None for a valid manifest.
-
-    The digest detects changes, but not a manifest that another version or program wrote.
-    """
-    for owner in (manifest.run, manifest):
-        for name, kind in field_types(type(owner)).items():
-            value = getattr(owner, name)
-            if not is_dataclass(value) and not matches_type(kind, value):
-                return f"{name} as {kind}, found {value!r:.60}"
-    least = {"step": 0, "tokens_seen": 0, "world_size": 1, "global_batch_size": 1}
-    for name, bound in least.items():
-        if not bound <= getattr(manifest.run, name) < _LONGEST:
-            return f"{name} from {bound} on, found {getattr(manifest.run, name)!r:.60}"
-    return None
 
 
 _ABSENT = "absent"

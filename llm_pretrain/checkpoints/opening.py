@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llm_pretrain.checkpoints.folders import committed_folders
@@ -34,7 +33,7 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
 from llm_pretrain.errors import CheckpointError, PretrainError
 from llm_pretrain.export.huggingface import load_pretrained, read_config
-from llm_pretrain.files import object_or_empty, open_plain, read_plain
+from llm_pretrain.files import object_or_empty, open_safetensors, read_plain
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import configured_kernels
 
@@ -189,7 +188,7 @@ def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> De
     return model
 
 
-class CheckpointTensors:
+class CheckpointTensors(ExitStack):
     """The tensors of one checkpoint, read one at a time; a context manager.
 
     `problems` has one line per difference between the files' headers and the manifest.
@@ -199,31 +198,17 @@ class CheckpointTensors:
     """
 
     def __init__(self, folder: Path, manifest: Manifest):
+        super().__init__()
         self.folder, self.manifest = folder, manifest
         files = sorted(
             name for name in manifest.files if name.endswith(".safetensors") and Path(name).name == name
         )
-        self._stack = ExitStack()
         self._parts: dict[str, dict[str, Any]] = {}
         for name in files:
-            try:
-                open_plain(folder / name).close()  # raises for a pipe, on which safetensors would wait
-                file: Any = self._stack.enter_context(safe_open(str(folder / name), "pt"))
-            except (OSError, SafetensorError) as error:
-                self._stack.close()
-                reason = " ".join(str(error).split())
-                raise CheckpointError(
-                    f"{folder / name}: expected a safetensors file, found: {reason}"
-                ) from error
-            for tensor in list(file.keys()):
+            file = self.enter_context(open_safetensors(folder / name))
+            for tensor in file.keys():  # noqa: SIM118  # the file itself cannot be iterated over
                 self._parts.setdefault(tensor, {})[name] = file
         self.problems = self._differences()
-
-    def __enter__(self) -> CheckpointTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def _differences(self) -> list[str]:
         """Tensors that only the files or only the manifest has, and tensors with missing or extra parts."""

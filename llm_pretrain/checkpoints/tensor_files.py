@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from llm_pretrain.checkpoints.manifest import FileEntry
@@ -24,7 +24,7 @@ from llm_pretrain.checkpoints.state import Piece
 from llm_pretrain.distributed.collectives import one_line
 from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError, DivergedError
-from llm_pretrain.files import naming
+from llm_pretrain.files import naming, open_safetensors
 
 BYTES_PER_FILE = 256 << 20
 """Approximate size of the files that a rank writes. When reading, ranks divide the files to verify them."""
@@ -178,7 +178,7 @@ def _read(tensors: dict[str, Tensor], folder: Path, files: Iterable[str]) -> Non
     for file in files:
         if not missing:
             return
-        with safe_open(folder / file, "pt") as content:
+        with open_safetensors(folder / file) as content:
             info = json.loads((content.metadata() or {})["DCP_SHARDING_INFO"])
             for name in missing.keys() & content.keys():
                 (part, offsets), saved_at = parts[name], info[name]["saved_offsets"]

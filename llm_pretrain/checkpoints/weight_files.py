@@ -25,10 +25,9 @@ from llm_pretrain.checkpoints.tensor_files import CHUNK_BYTES, safetensors_heade
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.distributed.initial_values import runs
 from llm_pretrain.errors import CheckpointError
-from llm_pretrain.export.huggingface import DiskTensor, disk_dtype, disk_layout, rounded
+from llm_pretrain.export.huggingface import INDEX_FILE, DiskTensor, disk_dtype, disk_layout, rounded
 from llm_pretrain.files import naming, write_text
 
-INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest size of a file, as in transformers."""
 _SUMS = 1 << 64

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from llm_pretrain.checkpoints import folders, state
 from llm_pretrain.checkpoints.manifest import OPTIMIZER_STATE, Manifest
 from llm_pretrain.checkpoints.state import Piece, describe_tensors, held_pieces, meta_tensors
-from llm_pretrain.checkpoints.weight_files import INDEX_FILE, WeightFiles
+from llm_pretrain.checkpoints.weight_files import WeightFiles
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.distributed.collectives import ONE_RANK, Ranks, gather_results, run_on_rank0
 from llm_pretrain.errors import CheckpointError, ConfigError, DataError
 from llm_pretrain.export.config_json import huggingface_config, model_config_from_huggingface, native_config
-from llm_pretrain.export.huggingface import end_of_turn_id, load_pretrained, read_config
+from llm_pretrain.export.huggingface import INDEX_FILE, end_of_turn_id, load_pretrained, read_config
 from llm_pretrain.export.model_card import ModelCardData, model_card
 from llm_pretrain.files import (
     MARKER,

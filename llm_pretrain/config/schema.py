@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from llm_pretrain.errors import printable
+from llm_pretrain.errors import PretrainError, printable
 
 NoneType = type(None)
 LARGEST_INTEGER, LARGEST_FLOAT = (1 << 31) - 1, 1e12
@@ -55,6 +55,8 @@ NonNegativeInt = Annotated[int, Range(ge=0)]
 PositiveFloat = Annotated[float, Range(gt=0)]
 NonNegativeFloat = Annotated[float, Range(ge=0)]
 Fraction = Annotated[float, Range(ge=0, lt=1)]
+Count = Annotated[int, Range(ge=0, le=1 << 62)]
+"""A number that grows with a run, such as tokens; it may be larger than any setting."""
 
 
 @functools.cache
@@ -65,28 +67,31 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 @functools.cache
-def _field_ranges(cls: type) -> dict[str, Range]:
-    """Maps the field names of a dataclass (or the arguments of a function) to their ranges."""
+def _field_ranges(cls: type) -> dict[str, Range | None]:
+    """Maps the field names of a dataclass (or the arguments of a function) to their ranges, if declared."""
 
     def range_of(hint: Any) -> Range | None:
         metadata = getattr(hint, "__metadata__", None)
         return metadata[0] if metadata else next(filter(None, map(range_of, get_args(hint))), None)
 
-    return {
-        name: range_of(hint) or Range() for name, hint in get_type_hints(cls, include_extras=True).items()
-    }
+    return {name: range_of(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
 
 
-def check_ranges(cls: Any, values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yields one line for each number outside of its range in the dataclass or function `cls`."""
+def check_ranges(
+    cls: Any, values: Mapping[str, Any], prefix: str, default: Range | None = Range()
+) -> Iterator[str]:
+    """Yields one line for each number outside of its range in the dataclass or function `cls`.
+
+    Fields without a declared range have `default`; None accepts all their numbers.
+    """
     for field, value in values.items():
-        entries = enumerate(value) if isinstance(value, list) else ()
+        entries = enumerate(value) if isinstance(value, list | tuple) else ()
         for name, each in [(field, value), *((f"{field}[{i}]", entry) for i, entry in entries)]:
             if dataclasses.is_dataclass(each):
-                yield from check_ranges(type(each), vars(each), f"{prefix}{name}.")
+                yield from check_ranges(type(each), vars(each), f"{prefix}{name}.", default)
             elif isinstance(each, bool) or not isinstance(each, int | float):
                 continue
-            elif expected := _field_ranges(cls)[field].expected(each):
+            elif (bounds := _field_ranges(cls)[field] or default) and (expected := bounds.expected(each)):
                 yield f"{prefix}{name}: expected {expected}, found {each}"
 
 
@@ -105,36 +110,75 @@ def check_value(name: str, kind: Any, value: object, origin: str = "") -> list[s
     return [f"{name}: expected {describe(kind)}, found {show(value)}{in_file(origin)}"]
 
 
-def _check_entry(cls: Any, entry: object, name: str, origin: str) -> Iterator[str]:
-    """Problems of one entry of a list of dataclasses."""
-    where, known = in_file(origin), field_types(cls)
-    shape = "{" + ", ".join(f"{field}: …" for field in known) + "}"
+def _check_entry(
+    cls: Any, entry: object, name: str, origin: str = "", *, whole: bool = False
+) -> Iterator[str]:
+    """Problems of the plain values of a dataclass.
+
+    With `whole`, fields with a default must be there too, and texts may have any characters.
+    """
+    where, known, prefix = in_file(origin), field_types(cls), f"{name}." if name else ""
     if not isinstance(entry, Mapping):
-        yield f"{name}: expected {shape}, found {show(entry)}{where}"
+        yield f"{name or 'content'}: expected {describe(cls)}, found {show(entry)}{where}"
         return
     for key in entry:
         if key not in known:
-            yield f"{name}.{printable(key)}: no such setting; an entry is {shape}{where}"
+            yield f"{prefix}{printable(key)}: no such entry; expected {describe(cls)}{where}"
     for field in dataclasses.fields(cls):
-        kind = known[field.name]
+        kind, place = known[field.name], f"{prefix}{field.name}"
         if field.name in entry:
-            if not _fits(kind, entry[field.name]):
-                found = show(entry[field.name])
-                yield f"{name}.{field.name}: expected {describe(kind)}, found {found}{where}"
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            yield f"{name}.{field.name}: expected {describe(kind)}, found nothing{where}"
+            value = entry[field.name]
+            if dataclasses.is_dataclass(kind):
+                yield from _check_entry(kind, value, place, origin, whole=whole)
+            elif not (matches_type if whole else _fits)(kind, value):
+                yield f"{place}: expected {describe(kind)}, found {show(value)}{where}"
+        elif whole or (field.default is field.default_factory is dataclasses.MISSING):
+            yield f"{place}: expected {describe(kind)}, found nothing{where}"
+
+
+def read(
+    kind: type[T], content: object, file: str, error: type[PretrainError], name: str = "", advice: str = ""
+) -> T:
+    """An instance of the dataclass `kind` from an object of a JSON file that this package wrote.
+
+    Args:
+        content: The object, with all fields of `kind`.
+        file: File of the object, for the message.
+        error: Type of the error that is raised.
+        name: Name of the object in the file; empty for all of its content.
+        advice: End of the message.
+
+    Raises:
+        error: names the first wrong field, what was expected and what was found.
+    """
+    problem = next(_check_entry(kind, content, name, whole=True), None)
+    if problem is None:
+        assert isinstance(content, Mapping)
+        found = build(kind, content)
+        problem = next(check_ranges(kind, vars(found), f"{name}." if name else "", None), None)
+        if problem is None:
+            return found
+    raise error(f"{file}: {problem}{advice}")
 
 
 def matches_type(kind: Any, value: object) -> bool:
     """Whether a plain value, as YAML or JSON gives it, has the type `kind`; booleans are not numbers."""
     if kind is Any:
         return True
+    if dataclasses.is_dataclass(kind):
+        return next(_check_entry(kind, value, ""), None) is None
     if get_origin(kind) in (Union, types.UnionType):
         return any(matches_type(part, value) for part in get_args(kind))
     if get_origin(kind) is Literal:
         return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
     if get_origin(kind) is list:
         return isinstance(value, list) and all(matches_type(get_args(kind)[0], entry) for entry in value)
+    if get_origin(kind) is tuple:
+        parts = get_args(kind)
+        if not isinstance(value, list | tuple):
+            return False
+        parts = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+        return len(parts) == len(value) and all(map(matches_type, parts, value))
     if get_origin(kind) is dict:
         key, inner = get_args(kind)
         return isinstance(value, dict) and all(
@@ -172,6 +216,12 @@ def _converted(kind: Any, value: Any) -> Any:
         return build(kind, value)  # type: ignore[arg-type]  # a class, not an instance
     if get_origin(kind) is list:
         return [_converted(get_args(kind)[0], entry) for entry in value]
+    if get_origin(kind) is tuple:
+        return tuple(value)
+    if get_origin(kind) in (Union, types.UnionType) and isinstance(value, Mapping):
+        return next(
+            (_converted(part, value) for part in get_args(kind) if dataclasses.is_dataclass(part)), value
+        )
     return float(value) if kind is float else value
 
 
@@ -182,13 +232,13 @@ def describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         choices = [str(choice) for choice in get_args(kind)]
         return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
-    if get_origin(kind) is list:
+    if get_origin(kind) in (list, tuple):
         item = get_args(kind)[0]
-        if not dataclasses.is_dataclass(item):
-            return "a list of " + {str: "texts", float: "numbers"}[item]
-        return "a list of {" + ", ".join(f"{field.name}: …" for field in dataclasses.fields(item)) + "}"
+        return "a list of " + ({str: "texts", int: "integers", float: "numbers"}.get(item) or describe(item))
     if get_origin(kind) is dict:
         return "a mapping of names to values"
+    if dataclasses.is_dataclass(kind) or is_typeddict(kind):
+        return "{" + ", ".join(f"{name}: …" for name in get_type_hints(kind)) + "}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
     return words[kind]
 

@@ -26,13 +26,16 @@ from llm_pretrain.export.hf_architectures import (
     match_hf_architecture,
     scales_down_proj,
 )
-from llm_pretrain.files import open_plain, read_data, read_json, read_object
+from llm_pretrain.files import open_safetensors, read_data, read_json, read_object
 from llm_pretrain.model.decoder import Decoder
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class TensorFiles:
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class TensorFiles(ExitStack):
     """Opens a weights folder's safetensors file, or the shards in its index, to read one tensor at a time.
 
     A context manager. Attributes: `folder`; `names`, the names of all tensors in the files' order; `parts`,
@@ -43,8 +46,9 @@ class TensorFiles:
     """
 
     def __init__(self, folder: Path):
+        super().__init__()
         self.folder = folder
-        index = folder / "model.safetensors.index.json"
+        index = folder / INDEX_FILE
         files = ["model.safetensors"]
         if index.exists():
             try:
@@ -59,12 +63,10 @@ class TensorFiles:
                 f"{index}: expected no model.safetensors beside the shards that it lists, found one, which "
                 "transformers would load alone; remove that file or the index"
             )
-        self._stack = ExitStack()
         self._file_of: dict[str, Any] = {}
         for file in files:
-            opened = self._open(folder / file)
+            opened = self.enter_context(open_safetensors(folder / file))
             if twice := self._file_of.keys() & opened.keys():
-                self._stack.close()
                 raise CheckpointError(
                     f"{folder / file}: expected each tensor in one shard, found {min(twice)} again"
                 )
@@ -73,23 +75,6 @@ class TensorFiles:
         self.parts: dict[str, list[str]] = {}
         for name in self.names:
             self.parts.setdefault(part_of(name), []).append(name)
-
-    def _open(self, path: Path) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            open_plain(path).close()  # raises for a pipe, on which safetensors would wait
-            return self._stack.enter_context(safe_open(str(path), "pt"))
-        except (OSError, ValueError, SafetensorError) as error:  # ValueError: an invalid file name
-            self._stack.close()
-            reason = " ".join(str(error).split())
-            raise CheckpointError(f"{path}: expected a safetensors file, found: {reason}") from error
-
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def check_size(self, config: ModelConfig) -> None:
         """Check vocabulary and number of layers, before anything as large as config.json says is allocated.

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal
 
 from llm_pretrain.config.loading import from_dict, to_dict, validate
-from llm_pretrain.config.schema import matches_type
+from llm_pretrain.config.schema import PositiveFloat, PositiveInt, Range, read
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import json_object, read_plain, replace_text
 from llm_pretrain.forecast.family import Size, member
 
 LADDER_FILE, POINTS_FILE, RUNS_FOLDER = "ladder.json", "points.jsonl", "runs"
-VERSION = 1
 _MAX_BYTES = 1 << 26
+Tokens = Annotated[int, Range(gt=0, le=1 << 62)]
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Training:
 
     hidden_size: int
     parameters: int
-    tokens: int
+    tokens: Tokens
     unique_tokens: int
     flops: float
 
@@ -64,8 +63,8 @@ class Point(Training):
         decayed: Whether the learning rate has decayed; False in the stable phase.
     """
 
-    loss: float
-    bits_per_byte: float | None
+    loss: PositiveFloat
+    bits_per_byte: PositiveFloat | None
     decayed: bool
 
     @property
@@ -83,8 +82,8 @@ class Rung:
         branches: Steps at which the decays begin, ascending.
     """
 
-    hidden_size: int
-    branches: tuple[int, ...]
+    hidden_size: PositiveInt
+    branches: Annotated[tuple[int, ...], Range(gt=0)]
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -95,6 +94,19 @@ class Rung:
     def save_steps(self) -> int:
         """Steps between the stable run's checkpoints; every branch is a multiple of them."""
         return math.gcd(*self.branches)
+
+
+@dataclass(frozen=True)
+class _LadderFile:
+    """Content of ladder.json, besides its format; see `Ladder`."""
+
+    version: Literal[1]
+    budget: str
+    store: str
+    unique_tokens: Tokens
+    threads: PositiveInt
+    rungs: list[Rung]
+    base: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -124,16 +136,16 @@ class Ladder:
 
     def write(self) -> None:
         """Write ladder.json, which has everything but the points."""
-        content = {
-            "format": "llm_pretrain ladder",
-            "version": VERSION,
-            "budget": self.budget,
-            "store": self.store_hash,
-            "unique_tokens": self.unique_tokens,
-            "threads": self.threads,
-            "rungs": [dataclasses.asdict(rung) for rung in self.rungs],
-            "base": to_dict(self.base),
-        }
+        plan = _LadderFile(
+            version=1,
+            budget=self.budget,
+            store=self.store_hash,
+            unique_tokens=self.unique_tokens,
+            threads=self.threads,
+            rungs=list(self.rungs),
+            base=to_dict(self.base),
+        )
+        content = {"format": "llm_pretrain ladder", **dataclasses.asdict(plan)}
         replace_text(self.folder / LADDER_FILE, json.dumps(content, indent=1) + "\n")
 
 
@@ -154,56 +166,34 @@ def read_unmeasured(folder: str | Path) -> Ladder | None:
     if (text := _read(file)) is None:
         return None
     content = json_object(file, text)
-    for name, kind in _LADDER_KINDS.items():
-        if not matches_type(kind, value := content.get(name)):
-            raise DataError(f"{file}: expected {name} of a ladder, found {value!r:.60}")
+    content.pop("format", None)
+    plan = read(_LadderFile, content, str(file), DataError)
+    sizes = [rung.hidden_size for rung in plan.rungs]
     try:
-        base = from_dict(content["base"])
+        base = from_dict(plan.base)
         if problems := validate(base):
             raise ConfigError(*problems)
-        rungs = tuple(Rung(each["hidden_size"], tuple(each["branches"])) for each in content["rungs"])
-        sizes, steps = [rung.hidden_size for rung in rungs], [rung.branches for rung in rungs]
-        counts = [content["unique_tokens"], content["threads"], *sizes, *itertools.chain(*steps)]
-        ascend = all(each and list(each) == sorted(set(each)) for each in (sizes, *steps))
-        if content.get("version") != VERSION or not base.model.vocab_size:
-            raise ValueError("version or model.vocab_size")
-        if not (matches_type(list[int], counts) and min(counts) > 0 and ascend):
-            raise ValueError(f"numbers {counts}, of which those of rungs do not ascend from 1 on"[:80])
+        if not base.model.vocab_size:
+            raise ConfigError("model.vocab_size: expected a number, found null")
+        for each in (sizes, *(list(rung.branches) for rung in plan.rungs)):
+            if not each or each != sorted(set(each)):
+                raise ConfigError(f"rungs: expected ascending numbers, found {each!s:.60}")
         for size in sizes:
             member(base, size)
-    except (KeyError, TypeError, ValueError, ConfigError) as error:
-        first = str(error).partition("\n")[0]
-        raise DataError(f"{file}: expected a ladder, found a wrong or missing entry: {first}") from error
-    others = {name: content[name] for name in ("unique_tokens", "budget", "threads")}
-    return Ladder(Path(folder), base, content["store"], rungs=rungs, **others)
-
-
-_LADDER_KINDS: dict[str, Any] = {
-    "store": str,
-    "unique_tokens": int,
-    "threads": int,
-    "budget": str,
-    "rungs": list[dict[str, Any]],
-    "base": dict[str, Any],
-}
-_POINT_KINDS = get_type_hints(Point)
+    except ConfigError as error:
+        raise DataError(f"{file}: expected a ladder, found: {error.problems[0]}") from error
+    return Ladder(
+        Path(folder), base, plan.store, plan.unique_tokens, tuple(plan.rungs), plan.budget, plan.threads
+    )
 
 
 def read_points(folder: Path) -> tuple[Point, ...]:
     """The points of a ladder; empty before its first run has ended. Raises DataError for a damaged line."""
-    file, found = folder / POINTS_FILE, list[Point]()
-    for number, line in enumerate((_read(file) or b"").splitlines(), start=1):
-        values = json_object(Path(f"{file}:{number}"), line)
-        wrong = [name for name, kind in _POINT_KINDS.items() if not matches_type(kind, values.get(name))]
-        if wrong or values.keys() != _POINT_KINDS.keys():
-            raise DataError(
-                f"{file}:{number}: expected a point with {', '.join(_POINT_KINDS)}, found another line"
-            )
-        found.append(Point(**values))
-        for name in ("tokens", "loss", "bits_per_byte"):
-            if (value := values[name]) is not None and not 0 < value < math.inf:
-                raise DataError(f"{file}:{number}: expected {name} above 0, found {value}")
-    return tuple(found)
+    points = list[Point]()
+    for number, line in enumerate((_read(folder / POINTS_FILE) or b"").splitlines(), start=1):
+        place = folder / f"{POINTS_FILE}:{number}"
+        points.append(read(Point, json_object(place, line), str(place), DataError))
+    return tuple(points)
 
 
 def _read(file: Path) -> bytes | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from llm_pretrain.config.schema import matches_type
+from llm_pretrain.checkpoints.manifest import RunFacts
+from llm_pretrain.config.schema import Count, NonNegativeInt, read
+from llm_pretrain.errors import CheckpointError
 from llm_pretrain.training.engine import DIGEST_WORDS
 from llm_pretrain.training.spikes import SpikeDetector
 from llm_pretrain.training.step import Step
@@ -39,21 +42,21 @@ class Progress:
         digest: Sums of the sample digests' eight words since the last row.
         wandb_id: Id of the run at Weights & Biases, which a resumed run continues.
         evaluation_owed: Whether a stop signal ended this step's evaluation; the resumed run repeats it.
+        best: The evaluation of the weights in `weights/best`; None without any.
         evaluation: Metrics `eval/…` of the last evaluation, for the model card.
         evaluation_step: Step of that evaluation; None before the first one.
-        best: The evaluation of the weights in `weights/best`; None without any.
         spikes: The detector, with the history that later steps are compared with.
     """
 
     step: int = 0
-    tokens_seen: int = 0
-    skipped_in_a_row: int = 0
+    tokens_seen: Count = 0
+    skipped_in_a_row: NonNegativeInt = 0
     digest: list[int] = field(default_factory=lambda: [0] * DIGEST_WORDS)
     wandb_id: str | None = None
     evaluation_owed: bool = False
+    best: Best | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluation_step: int | None = None
-    best: Best | None = None
     spikes: SpikeDetector = field(default_factory=SpikeDetector)
 
     def advance(self, num_loss_tokens: int) -> None:
@@ -83,53 +86,25 @@ class Progress:
         digest, self.digest = self.digest, [0] * DIGEST_WORDS
         return digest
 
-    def extra(self) -> dict[str, object]:
-        """The fields for `RunFacts.extra` in a checkpoint's manifest, as plain JSON."""
-        own = {name: getattr(self, name) for name in _EXTRA}
-        return own | {"best": asdict(self.best) if self.best else None, "spikes": self.spikes.state_dict()}
-
-    @staticmethod
-    def wrong_extra(extra: Mapping[str, object]) -> str | None:
-        """A line about the first value in a manifest's `extra` that no run saves; None if there is none."""
-        for name, (kind, is_sound) in _EXTRA.items():
-            if name not in extra:
-                return f"run.extra.{name}: expected what a run saves, found none"
-            value = extra[name]
-            if not matches_type(kind, value) or (value is not None and not is_sound(value)):
-                return f"run.extra.{name}: expected what a run saves, found {value!r:.60}"
-        return None
+    def extra(self) -> dict[str, Any]:
+        """The fields for `RunFacts.extra` in a checkpoint's manifest: those that `RunFacts` has not."""
+        return {name: value for name, value in asdict(self).items() if name not in _RUN_FACTS}
 
     @classmethod
-    def resumed(cls, step: int, tokens_seen: int, wandb_id: str | None, extra: dict) -> Progress:
-        """The progress of a checkpoint with this `extra()`."""
-        own = {name: extra[name] for name in _EXTRA}
-        own["best"] = Best(**own["best"]) if own["best"] else None
-        own["spikes"] = SpikeDetector.from_state_dict(own["spikes"])
-        return cls(step, tokens_seen, wandb_id=wandb_id, **own)
+    def resumed(cls, run: RunFacts, path: Path) -> Progress:
+        """The progress of the checkpoint in `path`, by the facts in its manifest.
+
+        Raises:
+            CheckpointError: names the first value in `extra` that no run saves.
+        """
+        values = run.extra | {name: getattr(run, name) for name in _RUN_FACTS}
+        file, advice = f"{path}: manifest.json", "; move it out of the folder"
+        progress = read(cls, values, file, CheckpointError, "run.extra", advice)
+        if (words := len(progress.digest)) != DIGEST_WORDS:
+            raise CheckpointError(
+                f"{file}: run.extra.digest: expected {DIGEST_WORDS} integers, found {words}{advice}"
+            )
+        return progress
 
 
-def _is_history(spikes: dict) -> bool:
-    """Whether this is a state of `SpikeDetector`, with three numbers for each step."""
-    steps: Any = spikes.get("steps")
-    return (
-        matches_type(int, spikes.get("in_a_row"))
-        and matches_type(list[list[float]], steps)
-        and all(len(step) == 3 for step in steps)
-    )
-
-
-def _is_best(best: dict) -> bool:
-    """Whether these are the fields of `Best`."""
-    return best.keys() == {"step", "loss", "max_batches"} and None not in (best["step"], best["loss"])
-
-
-_EXTRA: dict[str, tuple[Any, Callable[[Any], bool]]] = {
-    "skipped_in_a_row": (int, lambda count: count >= 0),
-    "digest": (list[int], lambda words: len(words) == DIGEST_WORDS),
-    "evaluation_owed": (bool, lambda _: True),
-    "best": (dict[str, float | None] | None, _is_best),
-    "evaluation": (dict[str, float], lambda _: True),
-    "evaluation_step": (int | None, lambda _: True),
-    "spikes": (dict, _is_history),
-}
-"""Field of `Progress` in `RunFacts.extra` -> its type there and a check of its value."""
+_RUN_FACTS = ("step", "tokens_seen", "wandb_id")

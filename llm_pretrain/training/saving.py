@@ -40,7 +40,6 @@ from llm_pretrain.training.agreement import check_parameters
 from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.progress import Best, Progress
 from llm_pretrain.training.recorder import Recorder
-from llm_pretrain.training.spikes import SpikeDetector
 from llm_pretrain.training.step import Step
 
 logger = logging.getLogger(__name__)
@@ -127,8 +126,8 @@ class CheckpointManager:
                 f"{found.path}: expected a checkpoint of this folder's run, found another run's; move it out "
                 "of the folder, or name it in checkpoint.resume to continue from it"
             )
-        if found and (wrong := Progress.wrong_extra(found.run.extra)):
-            raise CheckpointError(f"{found.path}: manifest.json: {wrong}; move it out of the folder")
+        if found:
+            Progress.resumed(found.run, found.path)  # raises an error before anything is loaded
         newest = newest_step(self.folder.weights)
         step = found.step if found else 0
         if newest > step:
@@ -147,9 +146,7 @@ class CheckpointManager:
         """The run's progress at a checkpoint, or at the start of the run; collective."""
         if resume is None:
             return Progress()
-        progress = Progress.resumed(
-            resume.step, resume.run.tokens_seen, resume.run.wandb_id, resume.run.extra
-        )
+        progress = Progress.resumed(resume.run, resume.path)
         if not run_on_rank0(self.engine, lambda: best_step(self.folder.weights) is not None):
             progress.best = None  # weights/best is another run's or deleted: the next evaluation writes it
         return progress
@@ -528,5 +525,5 @@ def rollback(
     assert target is not None
     checkpoints.restore(target)
     # the restored parameters may have a higher loss than the steps after the checkpoint
-    progress.spikes = SpikeDetector.from_state_dict(target.run.extra["spikes"])
+    progress.spikes = Progress.resumed(target.run, target.path).spikes
     warn(f"step {number}: parameters and optimizer restored from {target.path}")

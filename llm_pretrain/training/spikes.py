@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 WINDOW = 128
 """Accepted steps that a bound is computed from, as in llm.c (`OUTLIER_DETECTOR_WINDOW_SIZE`) and
@@ -85,15 +84,6 @@ class SpikeDetector:
             return
         self.in_a_row = 0
         self.steps = [*self.steps, (loss, grad_norm, num_loss_tokens)][-WINDOW:]
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of the history as plain JSON, which keeps every float exactly."""
-        return {"steps": list(self.steps), "in_a_row": self.in_a_row}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> SpikeDetector:
-        """The detector with a checkpoint's history."""
-        return cls([(loss, norm, tokens) for loss, norm, tokens in state["steps"]], state["in_a_row"])
 
 
 def upper_bound(values: Sequence[float], margin: float, widening: float = 1.0) -> float:

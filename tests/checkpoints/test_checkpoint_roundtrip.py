@@ -366,8 +366,9 @@ def test_changed_versions_are_reported(tmp_path, monkeypatch):
 
 def test_extra_comes_back_as_json(tmp_path):
     run = Run(tmp_path).train(1)
-    extra = {"order": {10: (1, 2), 9: None}, "tiny": 5e-324, "large": 2**63 + 1}
+    others = {"tiny": 5e-324, "large": 2**63 + 1, "a byte that is no text": "\udcff", "zero": "\0"}
+    extra = {"order": {10: (1, 2), 9: None}, **others}
     run.save(extra=extra)
     found = run.restore()
     assert found is not None
-    assert found.run.extra == {"order": {"10": [1, 2], "9": None}, "tiny": 5e-324, "large": 2**63 + 1}
+    assert found.run.extra == {"order": {"10": [1, 2], "9": None}, **others}

@@ -145,5 +145,5 @@ def test_pieces_of_all_ranks_are_read_by_one_process(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"reading tensors failed: .*matrix: not all values are in"):
         read_tensors(read, tmp_path, files[:1])
     (tmp_path / files[1]).write_bytes((tmp_path / files[1]).read_bytes()[:20])
-    with pytest.raises(CheckpointError, match="reading tensors failed: SafetensorError"):
+    with pytest.raises(CheckpointError, match=r"shard-00002.*: expected a safetensors file"):
         read_tensors(read, tmp_path, files)

@@ -163,7 +163,7 @@ def test_an_unfinished_ladder_is_used_and_named(folder: Path, capsys: pytest.Cap
         points.write_text(re.sub(r'"loss": [\d.]+', '"loss": NaN', whole, count=1))
         assert plan(folder, "--flops", "3e14", "--world-size", "1") == 65
         (line,) = capsys.readouterr().err.splitlines()
-        assert "points.jsonl:1: expected loss above 0, found nan" in line
+        assert "points.jsonl:1: loss: expected a finite number, found nan" in line
     finally:
         points.write_text(whole)
 

@@ -138,11 +138,11 @@ def test_what_is_no_ladder_is_named(ladder: Ladder):
     ladder.write()
     file = ladder.folder / "points.jsonl"
     file.write_text('{"hidden_size": 3}\n')
-    with pytest.raises(DataError, match=r"points\.jsonl:1: expected a point"):
+    with pytest.raises(DataError, match=r"points\.jsonl:1: parameters: expected an integer, found nothing"):
         read_ladder(ladder.folder)
     plan = ladder.folder / "ladder.json"
     plan.write_text(plan.read_text().replace('"rungs"', '"rings"'))
-    with pytest.raises(DataError, match=r"ladder\.json: expected rungs of a ladder, found None"):
+    with pytest.raises(DataError, match=r"ladder\.json: rings: no such entry"):
         read_ladder(ladder.folder)
 
 
@@ -188,7 +188,7 @@ def test_a_damaged_plan_is_named_with_its_file(ladder: Ladder, name: str):
     file = ladder.folder / "ladder.json"
     key, value = DAMAGE[name]
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(DataError, match=r"ladder\.json: expected"):
+    with pytest.raises(DataError, match=r"ladder\.json: .*expected"):
         read_ladder(ladder.folder)
 
 
@@ -212,5 +212,5 @@ def test_a_point_that_cannot_be_is_named_with_its_line(ladder: Ladder, key: str,
     file.write_text(json.dumps(first) + "\n")
     assert len(read_ladder(ladder.folder).points) == 1
     file.write_text(json.dumps(first) + "\n" + json.dumps(second | {key: value}) + "\n")
-    with pytest.raises(DataError, match=r"points\.jsonl:2: expected"):
+    with pytest.raises(DataError, match=r"points\.jsonl:2: .*expected"):
         read_ladder(ladder.folder)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.launching import Finished, run_options, train
 
 from llm_pretrain.checkpoints import store
-from llm_pretrain.checkpoints.manifest import _digest, newest_run_id
-from llm_pretrain.errors import OutputError
+from llm_pretrain.checkpoints.manifest import RunFacts, _digest, newest_run_id
+from llm_pretrain.errors import CheckpointError, OutputError
 from llm_pretrain.files import MARKER
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.training import saving as checkpointing
@@ -273,10 +274,14 @@ def test_a_pipe_in_place_of_a_file_is_refused(
 
 @pytest.mark.parametrize("name", Progress(1).extra())
 def test_progress_that_no_run_saves_is_named(name: str):
+    def resumed(extra: dict[str, Any]) -> Progress:
+        return Progress.resumed(RunFacts(1, 0, "torchrun", "ddp", 1, 1, 0, None, {}, extra), Path("here"))
+
     extra = Progress(1).extra()
-    assert Progress.wrong_extra(extra) is None
-    found = [Progress.wrong_extra(extra | {name: ["x"]})]
-    found.append(Progress.wrong_extra({key: value for key, value in extra.items() if key != name}))
-    assert all(
-        (line or "").startswith(f"run.extra.{name}: expected what a run saves, found ") for line in found
-    )
+    assert resumed(extra) == Progress(1)
+    missing = {key: value for key, value in extra.items() if key != name}
+    for wrong, found in ((extra | {name: ["x"]}, r"\['x'\]"), (missing, "nothing")):
+        with pytest.raises(
+            CheckpointError, match=rf"^here: .*run\.extra\.{name}: expected .*, found {found};"
+        ):
+            resumed(wrong)

@@ -12,6 +12,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from support.poisoning import DATA_OPTIONS, POISONED, poisoned_store
 import train_pretrain
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints import folders
+from llm_pretrain.checkpoints.manifest import RunFacts
 from llm_pretrain.config.loading import from_dict, validate
 from llm_pretrain.training import saving
 from llm_pretrain.training.decision import Decision
@@ -111,8 +113,9 @@ def test_a_new_level_that_is_only_logged_becomes_the_usual_one():
 def test_json_brings_the_history_back_exactly():
     history = taught(WINDOW + 9)
     assert len(history.steps) == WINDOW
-    again = SpikeDetector.from_state_dict(json.loads(json.dumps(history.state_dict())))
-    assert again == history
+    extra = json.loads(json.dumps(Progress(1, spikes=history).extra()))
+    facts = RunFacts(1, 0, "torchrun", "ddp", 1, 1, 0, None, {}, extra)
+    assert Progress.resumed(facts, Path("step-00000001")).spikes == history
 
 
 def decided(
@@ -327,7 +330,10 @@ def test_a_stopped_and_killed_run_ends_as_the_others(
 
 def forgotten(patch: pytest.MonkeyPatch) -> None:
     """The history is not brought back."""
-    patch.setattr(SpikeDetector, "from_state_dict", lambda state: SpikeDetector())
+    resumed = Progress.resumed
+    patch.setattr(
+        Progress, "resumed", lambda *arguments: replace(resumed(*arguments), spikes=SpikeDetector())
+    )
 
 
 def newest(patch: pytest.MonkeyPatch) -> None:

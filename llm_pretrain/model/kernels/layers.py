@@ -10,10 +10,8 @@ Shapes: R rows, M, K and N the sizes of a product, I intermediate_size, D head_d
 from __future__ import annotations
 
 import functools
-import platform
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
+from llm_pretrain.hardware import processor
 from llm_pretrain.model.kernels.activations import Activation
 
 HAS_TRITON = find_spec("triton") is not None
@@ -75,15 +74,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 def prefers_onednn() -> bool:
     """Whether oneDNN is the faster library for fp32 products: on AVX-512 processors not made by Intel."""
     capable = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return capable and "intel" not in _vendor().lower()
-
-
-def _vendor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith("vendor_id")), "")
+    return capable and "intel" not in processor("vendor_id").lower()
 
 
 def builds_code_per_shape(dtype: torch.dtype, device: torch.device) -> bool:
