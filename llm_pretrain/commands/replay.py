@@ -11,7 +11,6 @@ from pathlib import Path
 from llm_pretrain.audit.replay import replay_record, replay_segment, result_content, verdict_of
 from llm_pretrain.audit.segment_comparison import SegmentResult, render_difference
 from llm_pretrain.audit.segments import make_plan
-from llm_pretrain.commands.options import as_table
 from llm_pretrain.launch.jobs import RESUMABLE_PATHS, exit_on_signals, this_machine
 from llm_pretrain.launch.options import (
     add_run_options,
@@ -22,6 +21,7 @@ from llm_pretrain.launch.options import (
     write_result,
 )
 from llm_pretrain.runs.status import record_replay
+from llm_pretrain.text import as_table
 
 EXAMPLES = """\
 RUN is only read, except that the verdict is added: a line of its replays.jsonl, and status.json once it has

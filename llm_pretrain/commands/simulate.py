@@ -25,8 +25,9 @@ from llm_pretrain.forecast.simulated_steps import (
     pipelines,
     simulator,
 )
-from llm_pretrain.hardware import CLUSTERS, Cluster, size_text
+from llm_pretrain.hardware import CLUSTERS, Cluster
 from llm_pretrain.launch.options import add_settings, given_options
+from llm_pretrain.text import size_text
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE. The step is that of train_pretrain.py (torchrun); the

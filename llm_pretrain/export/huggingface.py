@@ -28,6 +28,7 @@ from llm_pretrain.export.hf_architectures import (
 )
 from llm_pretrain.files import open_plain, read_data, read_json, read_object
 from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.text import reason_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -82,7 +83,7 @@ class TensorFiles:
             return self._stack.enter_context(safe_open(str(path), "pt"))
         except (OSError, ValueError, SafetensorError) as error:  # ValueError: an invalid file name
             self._stack.close()
-            reason = " ".join(str(error).split())
+            reason = reason_of(error)
             raise CheckpointError(f"{path}: expected a safetensors file, found: {reason}") from error
 
     def __enter__(self) -> TensorFiles:

@@ -17,6 +17,7 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import json_object, read_plain, replace_text
 from llm_pretrain.forecast.family import Size, member
+from llm_pretrain.text import first_line
 
 LADDER_FILE, POINTS_FILE, RUNS_FOLDER = "ladder.json", "points.jsonl", "runs"
 VERSION = 1
@@ -172,8 +173,8 @@ def read_unmeasured(folder: str | Path) -> Ladder | None:
         for size in sizes:
             member(base, size)
     except (KeyError, TypeError, ValueError, ConfigError) as error:
-        first = str(error).partition("\n")[0]
-        raise DataError(f"{file}: expected a ladder, found a wrong or missing entry: {first}") from error
+        found = first_line(error)
+        raise DataError(f"{file}: expected a ladder, found a wrong or missing entry: {found}") from error
     others = {name: content[name] for name in ("unique_tokens", "budget", "threads")}
     return Ladder(Path(folder), base, content["store"], rungs=rungs, **others)
 

@@ -30,6 +30,7 @@ from llm_pretrain.model.decoder import Decoder, DecoderLayer, compile_layer
 from llm_pretrain.model.kernels import configured_kernels, describe_kernels, experts_requirement, is_gpu
 from llm_pretrain.model.precision import DTYPES
 from llm_pretrain.optim.param_groups import initial_factor
+from llm_pretrain.text import reason_of
 
 
 def build_model(config: Config, device: torch.device | None = None, world_size: int = 1) -> Decoder:
@@ -301,7 +302,7 @@ def _as_init_from_errors() -> Iterator[None]:
     except ConfigError as error:
         raise ConfigError(*(f"model.init_from: {problem}" for problem in error.problems)) from error
     except CheckpointError as error:
-        raise CheckpointError(f"model.init_from: {' '.join(str(error).split())}") from error
+        raise CheckpointError(f"model.init_from: {reason_of(error)}") from error
 
 
 def _read_shape(folder: Path) -> ModelConfig:
