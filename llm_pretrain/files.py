@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.errors import DataError, OutputError
+from llm_pretrain.text import reason_of
 
 MAX_BYTES = 1 << 28
 """Size limit for reading a JSON file; a tokenizer.json with a large vocabulary takes 30 MB."""
@@ -145,7 +146,7 @@ def read_data(file: Path) -> bytes:
 
 
 def _unreadable(file: Path, error: OSError) -> DataError:
-    return DataError(f"{file}: expected a readable file, found: {error.strerror}")
+    return DataError(f"{file}: expected a readable file, found: {reason_of(error)}")
 
 
 def json_object(file: Path, content: bytes) -> dict[str, Any]:
@@ -312,7 +313,7 @@ def check_replaceable(file: Path, *marks: bytes, begin: bytes = b"") -> None:
                 return
             found = "another file"
         except OSError as error:
-            found = error.strerror or str(error)
+            found = reason_of(error)
     raise OutputError(
         f"{file}: expected a new file, or one that this program wrote, found {found}; choose another name"
     )

@@ -34,8 +34,9 @@ def duration(seconds: float) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of an error on one line; the name of its type if it has no text."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """The text of an error on one line, of an OSError without number and file; its type if it has no text."""
+    text = (error.strerror or error) if isinstance(error, OSError) else error
+    return " ".join(str(text).split()) or type(error).__name__
 
 
 def first_line(error: BaseException) -> str:

@@ -112,7 +112,7 @@ def read_config(check: Check, run: RunFiles) -> None:
     try:
         tree = read_yaml_file(file)
     except (OSError, ValueError, YamlError, RecursionError) as error:
-        found = getattr(error, "strerror", None) or reason_of(error)
+        found = reason_of(error)
         raise ConfigError(f"{file}: expected the run's configuration as YAML, found: {found}") from error
     try:
         config = from_dict(tree)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llm_pretrain.checkpoints.folders import committed_folders
@@ -33,8 +32,8 @@ from llm_pretrain.config.loading import from_dict, resolve_precision, shape_prob
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
 from llm_pretrain.errors import CheckpointError, PretrainError
-from llm_pretrain.export.huggingface import load_pretrained, read_config
-from llm_pretrain.files import object_or_empty, open_plain, read_plain
+from llm_pretrain.export.huggingface import load_pretrained, open_safetensors, read_config
+from llm_pretrain.files import object_or_empty, read_plain
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import configured_kernels
 from llm_pretrain.text import reason_of
@@ -204,19 +203,13 @@ class CheckpointTensors:
         files = sorted(
             name for name in manifest.files if name.endswith(".safetensors") and Path(name).name == name
         )
-        self._stack = ExitStack()
         self._parts: dict[str, dict[str, Any]] = {}
-        for name in files:
-            try:
-                open_plain(folder / name).close()  # raises for a pipe, on which safetensors would wait
-                file: Any = self._stack.enter_context(safe_open(str(folder / name), "pt"))
-            except (OSError, SafetensorError) as error:
-                self._stack.close()
-                raise CheckpointError(
-                    f"{folder / name}: expected a safetensors file, found: {reason_of(error)}"
-                ) from error
-            for tensor in list(file.keys()):
-                self._parts.setdefault(tensor, {})[name] = file
+        with ExitStack() as stack:
+            for name in files:
+                file = stack.enter_context(open_safetensors(folder / name))
+                for tensor in list(file.keys()):
+                    self._parts.setdefault(tensor, {})[name] = file
+            self._stack = stack.pop_all()
         self.problems = self._differences()
 
     def __enter__(self) -> CheckpointTensors:

@@ -12,7 +12,7 @@ from llm_pretrain.config.schema import NonNegativeFloat, PositiveInt, Range
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.hardware import DEFAULT_MFU, GPU_GB, device_peak_flops
-from llm_pretrain.launch.options import add_settings, given_options
+from llm_pretrain.launch.options import add_configuration, given_options
 from llm_pretrain.text import duration, quantity, size_text
 
 EXAMPLES = """\
@@ -47,13 +47,9 @@ class Estimated:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    parser.usage = "llm-pretrain estimate --config FILE [options] [--section.field VALUE ...]"
-    parser.add_argument(
-        "--config", action="append", required=True, metavar="FILE", help="as for the scripts; later wins"
-    )
+    add_configuration(parser, "estimate")
     parser.add_argument("--gpu", metavar="NAME", help=f"device: {', '.join(GPU_GB)} (default: a CPU)")
     add_parameters(parser, Estimated)
-    add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

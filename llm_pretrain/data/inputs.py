@@ -203,8 +203,7 @@ def find_sources(inputs: Sequence[str], split: str | None = None) -> list[Source
         try:
             found = _files_of(entry, split or TRAIN_SPLIT)
         except OSError as error:
-            reason = error.strerror or error
-            raise DataError(f"{entry}: expected readable files, found: {reason}") from error
+            raise DataError(f"{entry}: expected readable files, found: {reason_of(error)}") from error
         sources += [_source(name, path, index, chat=entry == STDLIB_CHAT) for name, path in found]
     for source in sources:
         if source.path is not None and source.format() in _ARCHIVES:

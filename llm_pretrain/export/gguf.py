@@ -125,8 +125,7 @@ def write_gguf(
             check()
             os.replace(temporary, output)
         except OSError as error:
-            reason = error.strerror or reason_of(error)
-            raise CheckpointError(f"{output}: writing failed: {reason}") from error
+            raise CheckpointError(f"{output}: writing failed: {reason_of(error)}") from error
         finally:
             temporary.unlink(missing_ok=True)
     return vocabulary.notes

@@ -33,6 +33,18 @@ from llm_pretrain.text import reason_of
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def open_safetensors(path: Path) -> Any:
+    """An open safetensors file, which is a context manager; raises CheckpointError if it is none."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        open_plain(path).close()  # raises for a pipe, on which safetensors would wait
+        return safe_open(str(path), "pt")
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: an invalid file name
+        found = reason_of(error)
+        raise CheckpointError(f"{path}: expected a safetensors file, found: {found}") from error
+
+
 class TensorFiles:
     """Opens a weights folder's safetensors file, or the shards in its index, to read one tensor at a time.
 
@@ -60,31 +72,20 @@ class TensorFiles:
                 f"{index}: expected no model.safetensors beside the shards that it lists, found one, which "
                 "transformers would load alone; remove that file or the index"
             )
-        self._stack = ExitStack()
         self._file_of: dict[str, Any] = {}
-        for file in files:
-            opened = self._open(folder / file)
-            if twice := self._file_of.keys() & opened.keys():
-                self._stack.close()
-                raise CheckpointError(
-                    f"{folder / file}: expected each tensor in one shard, found {min(twice)} again"
-                )
-            self._file_of |= dict.fromkeys(opened.keys(), opened)
+        with ExitStack() as stack:
+            for file in files:
+                opened = stack.enter_context(open_safetensors(folder / file))
+                if twice := self._file_of.keys() & opened.keys():
+                    raise CheckpointError(
+                        f"{folder / file}: expected each tensor in one shard, found {min(twice)} again"
+                    )
+                self._file_of |= dict.fromkeys(opened.keys(), opened)
+            self._stack = stack.pop_all()
         self.names = list(self._file_of)
         self.parts: dict[str, list[str]] = {}
         for name in self.names:
             self.parts.setdefault(part_of(name), []).append(name)
-
-    def _open(self, path: Path) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            open_plain(path).close()  # raises for a pipe, on which safetensors would wait
-            return self._stack.enter_context(safe_open(str(path), "pt"))
-        except (OSError, ValueError, SafetensorError) as error:  # ValueError: an invalid file name
-            self._stack.close()
-            reason = reason_of(error)
-            raise CheckpointError(f"{path}: expected a safetensors file, found: {reason}") from error
 
     def __enter__(self) -> TensorFiles:
         return self
@@ -228,7 +229,7 @@ def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]
     try:
         content = read_json(path)
     except (OSError, ValueError, RecursionError) as error:
-        found = error.strerror if isinstance(error, OSError) else error
+        found = reason_of(error)
         raise CheckpointError(f"{path}: expected a weights folder's {name}, found: {found}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")

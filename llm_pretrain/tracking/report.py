@@ -20,7 +20,7 @@ from llm_pretrain.files import check_replaceable, replace_text
 from llm_pretrain.runs.record import RunRecord, fault_lines, metric_values, read_run
 from llm_pretrain.runs.replays import difference_lines, replay_summary
 from llm_pretrain.runs.rows import Row, finite_number
-from llm_pretrain.text import duration, quantity
+from llm_pretrain.text import duration, quantity, reason_of
 from llm_pretrain.tracking.report_charts import (
     Axes,
     RunSeries,
@@ -73,7 +73,7 @@ def write_page(output: Path, render: Callable[[], str]) -> Path:
         output.parent.mkdir(parents=True, exist_ok=True)
         replace_text(output, page.encode(errors="replace").decode())
     except OSError as error:
-        raise OutputError(f"{output}: cannot be written: {error.strerror or error}") from error
+        raise OutputError(f"{output}: cannot be written: {reason_of(error)}") from error
     return output
 
 
