@@ -33,6 +33,13 @@ def duration(seconds: float) -> str:
     return f"{minute}m{second:02d}s" if minute else f"{second}s"
 
 
+def setting_text(value: object) -> str:
+    """The value of a setting as a configuration file has it: `null`, `true`, `0.1`."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def reason_of(error: BaseException) -> str:
     """The text of an error on one line, of an OSError without number and file; its type if it has no text."""
     text = (error.strerror or error) if isinstance(error, OSError) else error

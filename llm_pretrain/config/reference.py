@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from llm_pretrain.config.schema import describe, documentation, field_types
 from llm_pretrain.config.tree import Config
-from llm_pretrain.text import markdown_table
+from llm_pretrain.text import markdown_table, setting_text
 
 _INTRODUCTION = """\
 # Configuration
@@ -56,9 +56,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
         return f"`{field.default_factory()}`"
     if field.default is dataclasses.MISSING:
         return "must be given"
-    if field.default is None:
-        return "–"
-    return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
+    return "–" if field.default is None else f"`{setting_text(field.default)}`"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from llm_pretrain.files import check_replaceable, replace_text
 from llm_pretrain.runs.record import RunRecord, fault_lines, metric_values, read_run
 from llm_pretrain.runs.replays import difference_lines, replay_summary
 from llm_pretrain.runs.rows import Row, finite_number
-from llm_pretrain.text import duration, quantity, reason_of
+from llm_pretrain.text import duration, quantity, reason_of, setting_text
 from llm_pretrain.tracking.report_charts import (
     Axes,
     RunSeries,
@@ -321,13 +321,9 @@ def _settings_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | 
 
 
 def _setting(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False, default=str)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else setting_text(value)
 
 
 def _utc(seconds: object) -> str:
