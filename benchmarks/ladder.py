@@ -24,8 +24,8 @@ from llm_pretrain.config.evaluation_config import PredictedLoss
 from llm_pretrain.config.loading import load_config
 from llm_pretrain.forecast.measurements import read_ladder, read_progress
 from llm_pretrain.launch.jobs import this_machine
-from llm_pretrain.runs.record import duration
 from llm_pretrain.runs.rows import read_metrics
+from llm_pretrain.text import duration
 
 BUDGET = "1.42e14"
 """Of the default ladder: 15 minutes of two fast cores, 26 of slow ones, and the same runs on both."""

@@ -18,12 +18,12 @@ from benchmarks.launching import add_store_option, token_store
 from benchmarks.reporting import SkippedError, report
 from llm_pretrain.audit.parity import is_violated, launch_and_compare
 from llm_pretrain.audit.variants import ParityPlan, make_plan
-from llm_pretrain.commands.options import as_table
 from llm_pretrain.commands.parity import render
 from llm_pretrain.config.loading import PRESETS
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch.jobs import LaunchContext, Machine, exit_on_signals, this_machine
 from llm_pretrain.launch.options import add_settings, as_options
+from llm_pretrain.text import as_table
 
 
 class Layout(NamedTuple):

@@ -8,6 +8,7 @@ from importlib import import_module
 
 from llm_pretrain.errors import CheckpointError, PretrainError, ResourceError, printable
 from llm_pretrain.files import flush_streams, prepare_streams
+from llm_pretrain.text import reason_of
 from llm_pretrain.version import __version__
 
 COMMANDS = {
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except OSError as error:  # a full disk, a folder without permission
         place = error.filename or getattr(parsed, "output", None) or "output"
-        reason = f"{place}: {error.strerror or error}"
+        reason = f"{place}: {reason_of(error)}"
         _print_error(f"llm-pretrain {name}: error: {printable(reason)}")
         return CheckpointError.exit_code
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llm_pretrain.errors import CheckpointError, ConfigError
+from llm_pretrain.text import reason_of
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +120,7 @@ def _device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # fails on `meta`, which has no values
     except (RuntimeError, AssertionError, ImportError) as error:  # no package for it
-        reason = " ".join(str(error).split()).partition(". ")[0]
+        reason = reason_of(error).partition(". ")[0]
         raise ConfigError(
             f"--device: expected cpu or a device of this machine, found {name} ({reason})"
         ) from None

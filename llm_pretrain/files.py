@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.errors import CheckpointError, DataError, OutputError
+from llm_pretrain.text import reason_of
 
 MAX_BYTES = 1 << 28
 """Size limit for reading a JSON file; a tokenizer.json with a large vocabulary takes 30 MB."""
@@ -145,7 +146,7 @@ def read_data(file: Path) -> bytes:
 
 
 def _unreadable(file: Path, error: OSError) -> DataError:
-    return DataError(f"{file}: expected a readable file, found: {error.strerror}")
+    return DataError(f"{file}: expected a readable file, found: {reason_of(error)}")
 
 
 def json_object(file: Path, content: bytes) -> dict[str, Any]:
@@ -176,8 +177,7 @@ def open_safetensors(file: Path) -> Any:
         open_plain(file).close()  # raises for a pipe, on which safetensors would wait
         return safe_open(file, "pt")
     except (OSError, ValueError, SafetensorError) as error:  # ValueError: an invalid file name
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{file}: expected a safetensors file, found: {reason}") from error
+        raise CheckpointError(f"{file}: expected a safetensors file, found: {reason_of(error)}") from error
 
 
 @contextmanager
@@ -328,7 +328,7 @@ def check_replaceable(file: Path, *marks: bytes, begin: bytes = b"") -> None:
                 return
             found = "another file"
         except OSError as error:
-            found = error.strerror or str(error)
+            found = reason_of(error)
     raise OutputError(
         f"{file}: expected a new file, or one that this program wrote, found {found}; choose another name"
     )

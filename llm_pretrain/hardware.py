@@ -157,16 +157,6 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def size_text(number: float) -> str:
-    """A number of bytes as text, such as `1.5 GiB`, in the largest unit that makes it at least 1."""
-    size = float(number)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
 ARITHMETIC_VARIABLES = (
     "ACCELERATE_DEEPSPEED_ZERO_STAGE",
     "ATEN_CPU_CAPABILITY",

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "llm_pretrain"
 SCRIPTS = {"torchrun": ROOT / "train_pretrain.py", "accelerate": ROOT / "train_pretrain_accelerate.py"}
 
-_BASE = {"errors", "files", "hardware", "version"}
+_BASE = {"errors", "files", "hardware", "text", "version"}
 _CORE = {
     *("config", "model", "data", "optim", "memory", "launch", "runs", "tracking", "export", "distributed"),
     *("checkpoints", "training"),
@@ -23,8 +23,9 @@ _CORE = {
 ALLOWED = {
     "version": set(),
     "errors": set(),
-    "files": {"errors"},
-    "hardware": {"errors", "files", "version"},
+    "text": set(),
+    "files": {"errors", "text"},
+    "hardware": {"errors", "files", "text", "version"},
     "config": _BASE,
     "model": {*_BASE, "config"},
     "data": {*_BASE, "config"},

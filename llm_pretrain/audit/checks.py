@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.errors import ConfigError, PretrainError
+from llm_pretrain.text import reason_of
 
 _SHOWN, _WIDTH = 4, 26
 """How many problems of one check are printed (the rest are counted); width of a check's name."""
@@ -92,7 +93,7 @@ class Checks:
         except PretrainError as error:
             check.fail(str(error))
         except OSError as error:
-            check.fail(f"{error.filename or name}: cannot be read: {error.strerror or error}")
+            check.fail(f"{error.filename or name}: cannot be read: {reason_of(error)}")
         if check.folder is not None and not check.folder.exists():
             check.problems.clear()
             check.skip("the run has deleted or replaced it meanwhile")

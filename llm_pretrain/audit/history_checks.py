@@ -20,6 +20,7 @@ from llm_pretrain.files import read_object
 from llm_pretrain.runs.attempts import Attempt, owner_of, read_attempts, row_starts
 from llm_pretrain.runs.record import fault_lines
 from llm_pretrain.runs.rows import Row, is_training_row, read_metrics
+from llm_pretrain.text import reason_of
 
 _STATES = ("running", "finished", "preempted", "diverged", "failed")
 _MOST_STEPS = 1 << 24
@@ -111,7 +112,7 @@ def read_config(check: Check, run: RunFiles) -> None:
     try:
         tree = read_yaml_file(file)
     except (OSError, ValueError, YamlError, RecursionError) as error:
-        found = getattr(error, "strerror", None) or " ".join(str(error).split())
+        found = reason_of(error)
         raise ConfigError(f"{file}: expected the run's configuration as YAML, found: {found}") from error
     try:
         config = from_dict(tree)

@@ -36,6 +36,7 @@ from llm_pretrain.export.huggingface import load_pretrained, read_config
 from llm_pretrain.files import object_or_empty, open_safetensors, read_plain
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import configured_kernels
+from llm_pretrain.text import reason_of
 
 _ATTEMPTS = 5
 """Maximum number of folders to try, since a running run may delete a folder that is being read."""
@@ -282,9 +283,7 @@ def _run_config(path: Path) -> Config | None:
     try:
         return resolve_precision(from_dict(read_yaml_file(file) or {}))
     except (OSError, ValueError, YamlError, PretrainError) as error:
-        raise CheckpointError(
-            f"{file}: expected a run's configuration, found: {' '.join(str(error).split())}"
-        ) from error
+        raise CheckpointError(f"{file}: expected a run's configuration, found: {reason_of(error)}") from error
 
 
 def _step(path: Path) -> int | None:

@@ -13,6 +13,7 @@ from llm_pretrain.launch.accelerate_checks import accelerate_surprises, read_acc
 from llm_pretrain.launch.checks import default_accelerate_file
 from llm_pretrain.launch.jobs import this_machine
 from llm_pretrain.launch.machine_checks import free_bytes, machine_facts, machine_surprises
+from llm_pretrain.text import size_text
 
 EXAMPLES = """\
 exit code: 0 where nothing would surprise, 1 with warnings, 2 where a file cannot be read
@@ -88,6 +89,6 @@ def _config_surprises(gpus: int, config: Config) -> Iterator[str]:
     needed = copies * _BYTES_PER_PARAMETER * count_parameters(config.model).total
     if (free := free_bytes(config.run.folder)) < needed:
         yield (
-            f"{config.run.folder}: {copies} checkpoints and weights take {needed / 1e9:.1f} GB, "
-            f"{free / 1e9:.1f} GB are free; do lower checkpoint.keep_last or set run.output_dir"
+            f"{config.run.folder}: {copies} checkpoints and weights take {size_text(needed)}, "
+            f"{size_text(free)} are free; do lower checkpoint.keep_last or set run.output_dir"
         )

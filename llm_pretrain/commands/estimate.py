@@ -11,9 +11,9 @@ from llm_pretrain.config.loading import load_config, resolve_model
 from llm_pretrain.config.schema import NonNegativeFloat, PositiveInt, Range
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, DataError
-from llm_pretrain.hardware import DEFAULT_MFU, GPU_GB, device_peak_flops, size_text
-from llm_pretrain.launch.options import add_settings, given_options
-from llm_pretrain.runs.record import duration
+from llm_pretrain.hardware import DEFAULT_MFU, GPU_GB, device_peak_flops
+from llm_pretrain.launch.options import add_configuration, given_options
+from llm_pretrain.text import duration, quantity, size_text
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE.
@@ -47,13 +47,9 @@ class Estimated:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    parser.usage = "llm-pretrain estimate --config FILE [options] [--section.field VALUE ...]"
-    parser.add_argument(
-        "--config", action="append", required=True, metavar="FILE", help="as for the scripts; later wins"
-    )
+    add_configuration(parser, "estimate")
     parser.add_argument("--gpu", metavar="NAME", help=f"device: {', '.join(GPU_GB)} (default: a CPU)")
     add_parameters(parser, Estimated)
-    add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -98,9 +94,9 @@ def _print_model(config: Config) -> None:
     size, length = count_parameters(config.model), config.training.sequence_length
     print(f"{config.run.name}")
     print(f"  parameters         {size.total:,} total, {size.active:,} active")
-    print(f"  FLOPs per token    {_si(flops_per_token(config.model, length))}, forward and backward")
-    print(f"  tokens of the run  {_si(token_budget(config))}")
-    print(f"  compute-optimal    {_si(compute_optimal_tokens(config))} tokens (20 per active parameter)")
+    print(f"  FLOPs per token    {quantity(flops_per_token(config.model, length))}, forward and backward")
+    print(f"  tokens of the run  {quantity(token_budget(config))}")
+    print(f"  compute-optimal    {quantity(compute_optimal_tokens(config))} tokens (20 per active parameter)")
 
 
 def _print_memory(config: Config, arguments: argparse.Namespace) -> None:
@@ -152,18 +148,11 @@ def _print_time(config: Config, arguments: argparse.Namespace) -> None:
     assert flops is not None, arguments.gpu
     tokens = int(arguments.tokens or token_budget(config))
     time = estimate_time(config, arguments.world_size, tokens=tokens, flops=flops, mfu=arguments.mfu)
-    print(f"time on {arguments.world_size} x {arguments.gpu} at {arguments.mfu:.0%} of {_si(flops)}FLOP/s")
+    peak = f"{flops / 1e12:g} TFLOP/s"
+    print(f"time on {arguments.world_size} x {arguments.gpu} at {arguments.mfu:.0%} of {peak}")
     each = time.tokens_per_second / arguments.world_size
     print(f"  tokens per second  {time.tokens_per_second:,.0f}, {each:,.0f} a device")
     whole, of_devices = duration(3600 * time.hours), duration(3600 * time.device_hours)
-    print(f"  {_si(tokens)} tokens in  {whole}, {of_devices} of devices")
+    print(f"  {quantity(tokens)} tokens in  {whole}, {of_devices} of devices")
     if arguments.price is not None:
         print(f"  cost               {arguments.price * time.device_hours:,.2f}")
-
-
-def _si(number: float) -> str:
-    """A number with an SI prefix, such as `1.28 G`."""
-    for factor, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= factor:
-            return f"{number / factor:.3g} {name}"
-    return f"{number:.3g} "

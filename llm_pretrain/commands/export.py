@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import CheckpointError, ConfigError, printable
 from llm_pretrain.files import check_replaceable
+from llm_pretrain.text import size_text
 
 EXAMPLES = """\
 examples:
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             notes = write_gguf(weights, output, dtype, check=check)
         else:
             convert_weights(weights, output, dtype, check=check)
-    print(printable(f"{arguments.to}  {output}, {dtype}, {_size(output) / 1e6:,.1f} MB, from {source}"))
+    print(printable(f"{arguments.to}  {output}, {dtype}, {size_text(_size(output))}, from {source}"))
     for note in notes:
         print(printable(f"note  {note}"))
     return 0

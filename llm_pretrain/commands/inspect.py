@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from llm_pretrain.data.inspection import Sample, inspect_store, sample_documents
@@ -89,16 +90,19 @@ def _print_store(facts: dict[str, Any], *, verified: bool) -> None:
     )
     chat = ", chat template" if tokenizer["chat_template"] else ""
     print(f"tokenizer  {tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, {names}{chat}")
+    print_text_facts(facts)
+
+
+def print_text_facts(facts: Mapping[str, Any]) -> None:
+    """Print how zlib compresses a store's text, and what of its inputs the store does not have."""
     if facts["zlib_bits_per_byte"] is not None:
         print(f"zlib -9    {facts['zlib_bits_per_byte']:.3f} bits per byte of the validation text")
     for cause, count in sorted(facts["skipped"].items()):
         print(f"left out   {count:,} × {_visible(cause)}")
     if facts["duplicates"]:
         print(f"left out   {facts['duplicates']:,} × duplicate")
-    if facts["altered_documents"]:
-        print(
-            f"warning    {facts['altered_documents']:,} documents: their tokens do not give back their text"
-        )
+    if altered := facts["altered_documents"]:
+        print(f"warning    {altered:,} documents: this tokenizer does not give back their text exactly")
 
 
 def _print_split(name: str, split: dict[str, Any], sequence_length: int) -> None:

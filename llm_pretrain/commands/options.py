@@ -73,11 +73,3 @@ def chosen(arguments: argparse.Namespace, called: Callable[..., Any], *problems:
     if problems := (*problems, *check_ranges(called, found, "--")):
         raise ConfigError(*problems)
     return found
-
-
-def as_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Rows of text as aligned columns; the columns numbered in `right` are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    align = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    lines = ([pad(cell, width) for pad, cell, width in zip(align, row, widths, strict=True)] for row in rows)
-    return "\n".join("  ".join(line).rstrip() for line in lines)

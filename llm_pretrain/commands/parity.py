@@ -17,7 +17,6 @@ from llm_pretrain.audit.parity import (
     run_interrupted,
 )
 from llm_pretrain.audit.variants import make_plan
-from llm_pretrain.commands.options import as_table
 from llm_pretrain.launch.jobs import exit_on_signals, this_machine
 from llm_pretrain.launch.options import (
     add_launch_options,
@@ -27,6 +26,7 @@ from llm_pretrain.launch.options import (
     say,
     write_result,
 )
+from llm_pretrain.text import as_table
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE, and applies to every variant.

@@ -18,10 +18,10 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import ConfigError, DataError, OutputError, printable
 from llm_pretrain.files import check_replaceable, file_name, make_folder, replace_text
-from llm_pretrain.hardware import CLUSTERS, DEFAULT_MFU, GPU_GB, device_peak_flops, size_text
+from llm_pretrain.hardware import CLUSTERS, DEFAULT_MFU, GPU_GB, device_peak_flops
 from llm_pretrain.launch.jobs import LaunchContext, exit_on_signals, this_machine
 from llm_pretrain.launch.options import find_scripts, say
-from llm_pretrain.runs.record import duration
+from llm_pretrain.text import duration, size_text
 
 if TYPE_CHECKING:
     from llm_pretrain.forecast.planning import Choice, Forecast

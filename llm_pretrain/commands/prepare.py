@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from llm_pretrain.commands.inspect import print_text_facts
 from llm_pretrain.commands.options import add_parameters, chosen
 from llm_pretrain.data.inputs import saved_splits
 from llm_pretrain.data.preparation import Preparation, input_bytes, prepare_store
@@ -72,8 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
             f"{name:<10} {split['documents']:,} documents, {split['tokens']:,} tokens, "
             f"{split['targets']:,} trained on, {split['text_bytes']:,} bytes"
         )
-    if store.zlib_bits_per_byte is not None:
-        print(f"zlib -9    {store.zlib_bits_per_byte:.3f} bits per byte of the validation text")
     for entry in arguments.input:
         if splits := saved_splits(Path(entry)):
             names = f"{', '.join(splits)} in {entry}"
@@ -81,12 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(arguments.input) > 1:
         for name, documents in zip(arguments.input, store.facts["input_documents"], strict=True):
             print(f"input      {documents:,} documents from {printable(name)}")
-    if store.facts["deduplicated"]:
-        print(f"left out   {store.facts['duplicates']:,} × duplicate")
-    for cause, count in sorted(store.facts["skipped"].items()):
-        print(f"left out   {count:,} × {cause}")
-    if altered := store.facts["altered_documents"]:
-        print(f"warning    {altered:,} documents: this tokenizer does not give back their text exactly")
+    print_text_facts(store.facts | {"zlib_bits_per_byte": store.zlib_bits_per_byte})
     if arguments.validation_fraction > 0 and not store.facts["splits"]["validation"]["documents"]:
         print(
             "warning    no document is in the validation split: runs on this store evaluate nothing and keep "

@@ -11,10 +11,10 @@ from pathlib import Path
 from llm_pretrain.audit.replay import replay_record, replay_segment, result_content, verdict_of
 from llm_pretrain.audit.segment_comparison import SegmentResult, render_difference
 from llm_pretrain.audit.segments import make_plan
-from llm_pretrain.commands.options import as_table
 from llm_pretrain.launch.jobs import RESUMABLE_PATHS, exit_on_signals, this_machine
 from llm_pretrain.launch.options import (
     add_run_options,
+    add_settings,
     call_facts,
     check_timeout,
     create_output,
@@ -22,6 +22,7 @@ from llm_pretrain.launch.options import (
     write_result,
 )
 from llm_pretrain.runs.status import record_replay
+from llm_pretrain.text import as_table, reason_of
 
 EXAMPLES = """\
 RUN is only read, except that the verdict is added: a line of its replays.jsonl, and status.json once it has
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes for all steps (default: as many as the run had)")  # fmt: skip
     add("--no-record", action="store_true", help="do not write the verdict into RUN")
     add_run_options(parser, "replay", "a launch", timeout=math.inf)
+    add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             try:
                 record_replay(plan.run, replay_record(facts, plan, results))
             except OSError as error:
-                say(f"note   {plan.run}: the verdict cannot be written there: {error.strerror or error}")
+                say(f"note   {plan.run}: the verdict cannot be written there: {reason_of(error)}")
     say("\n" + render(results))
     bounds = " within the bounds named" if any(each.largest for each in results) else ""
     verdict = verdict_of(plan, results)

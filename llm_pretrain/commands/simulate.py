@@ -25,8 +25,9 @@ from llm_pretrain.forecast.simulated_steps import (
     pipelines,
     simulator,
 )
-from llm_pretrain.hardware import CLUSTERS, Cluster, size_text
-from llm_pretrain.launch.options import add_settings, given_options
+from llm_pretrain.hardware import CLUSTERS, Cluster
+from llm_pretrain.launch.options import add_configuration, given_options
+from llm_pretrain.text import size_text
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE. The step is that of train_pretrain.py (torchrun); the
@@ -46,10 +47,7 @@ _FIELDS = {each.name: each for each in dataclasses.fields(Cluster)}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    parser.usage = "llm-pretrain simulate --config FILE [options] [--section.field VALUE ...]"
-    parser.add_argument(
-        "--config", action="append", required=True, metavar="FILE", help="as for the scripts; later wins"
-    )
+    add_configuration(parser, "simulate")
     parser.add_argument("--gpu", metavar="NAME", help=f"the machine: {', '.join(CLUSTERS)}")
     parser.add_argument(
         "--world-size", "--world_size", type=int, default=1, metavar="W", help="processes (default: 1)"
@@ -63,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--search", type=int, metavar="GPUS", help="find the mesh with the shortest step that fits"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ from llm_pretrain.config.schema import (
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import YamlError, read_yaml, read_yaml_file, write_yaml
 from llm_pretrain.errors import ConfigError, printable
+from llm_pretrain.text import setting_text
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 PRESETS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), _PACKAGE)
@@ -457,8 +458,8 @@ def _help_text(prog: str) -> str:
         group = parser.add_argument_group(summary.rstrip("."))
         for name, kind in field_types(cls).items():
             default = defaults[section][name]
-            shown = "null" if default is None else str(default).lower() if kind is bool else default
-            text = f"{docs.get(name, '')} ({describe(kind)}; default: {shown})".replace("%", "%%")
+            shown = f"{describe(kind)}; default: {setting_text(default)}"
+            text = f"{docs.get(name, '')} ({shown})".replace("%", "%%")
             metavar = _EXAMPLES.get(f"{section}.{name}", name.upper())
             group.add_argument(f"--{section}.{name}", metavar=metavar, help=text)
     return parser.format_help().rstrip()

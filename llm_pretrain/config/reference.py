@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from llm_pretrain.config.schema import describe, documentation, field_types
 from llm_pretrain.config.tree import Config
+from llm_pretrain.text import markdown_table, setting_text
 
 _INTRODUCTION = """\
 # Configuration
@@ -32,21 +33,22 @@ def _lines() -> Iterator[str]:
     for section, cls in field_types(Config).items():
         summary, docs = documentation(cls)
         yield f"\n## `{section}`\n\n{summary}\n\n"
-        yield from _table(cls, docs, prefix=f"{section}.")
+        yield _table(cls, docs, prefix=f"{section}.")
         for name, kind in field_types(cls).items():
             for entry in get_args(kind):
                 if dataclasses.is_dataclass(entry) and isinstance(entry, type):
                     summary, docs = documentation(entry)
                     yield f"\nAn entry of `{section}.{name}` is `{{{', '.join(docs)}}}`:\n\n"
-                    yield from _table(entry, docs, prefix="")
+                    yield _table(entry, docs, prefix="")
 
 
-def _table(cls: type, docs: dict[str, str], prefix: str) -> Iterator[str]:
-    yield "| setting | type | default | meaning |\n|---|---|---|---|\n"
-    for field in dataclasses.fields(cls):
-        kind = describe(field_types(cls)[field.name]).replace("|", "\\|")
-        meaning = docs[field.name].replace("|", "\\|")
-        yield f"| `{prefix}{field.name}` | {kind} | {_default(field)} | {meaning} |\n"
+def _table(cls: type, docs: dict[str, str], prefix: str) -> str:
+    kinds = field_types(cls)
+    rows = (
+        (f"`{prefix}{field.name}`", describe(kinds[field.name]), _default(field), docs[field.name])
+        for field in dataclasses.fields(cls)
+    )
+    return markdown_table(("setting", "type", "default", "meaning"), rows) + "\n"
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
@@ -54,9 +56,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
         return f"`{field.default_factory()}`"
     if field.default is dataclasses.MISSING:
         return "must be given"
-    if field.default is None:
-        return "–"
-    return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
+    return "–" if field.default is None else f"`{setting_text(field.default)}`"
 
 
 if __name__ == "__main__":

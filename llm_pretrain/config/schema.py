@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from llm_pretrain.errors import PretrainError, printable
+from llm_pretrain.text import setting_text
 
 NoneType = type(None)
 LARGEST_INTEGER, LARGEST_FLOAT = (1 << 31) - 1, 1e12
@@ -247,7 +248,7 @@ def show(value: object) -> str:
     """A value as messages print it: one line, at most 60 characters; a text is marked as one."""
     if value is None:
         return "nothing (null)"
-    text = repr(value) if not isinstance(value, bool) else str(value).lower()
+    text = setting_text(value) if isinstance(value, bool) else repr(value)
     text = text if len(text) <= 60 else text[:57] + "..."
     return f"the text {text}" if isinstance(value, str) else text
 

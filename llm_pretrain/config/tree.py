@@ -24,6 +24,7 @@ from llm_pretrain.config.schema import (
     Range,
     show,
 )
+from llm_pretrain.text import setting_text
 
 _Seed = Annotated[int, Range(ge=0, le=(1 << 63) - 1)]
 
@@ -533,6 +534,7 @@ class Config:
 
     def _check_deepspeed(self) -> Iterator[str]:
         """Settings that DeepSpeed does not support."""
+        where = "with distributed.strategy deepspeed"
         for name, refused, expected, why in (
             ("training.precision", ("fp16",), "fp32 or bf16",
              ", whose loss scale DeepSpeed keeps to itself and no checkpoint contains; use bf16"),
@@ -547,9 +549,7 @@ class Config:
             section, _, setting = name.partition(".")
             found = getattr(getattr(self, section), setting)
             if found in refused:
-                shown = str(found).lower() if isinstance(found, bool) else found
-                yield f"{name}: expected {expected} with distributed.strategy deepspeed, found {shown}{why}"
-        where = "with distributed.strategy deepspeed"
+                yield f"{name}: expected {expected} {where}, found {setting_text(found)}{why}"
         yield from refusal(self.optimizer.name, "deepspeed", where, "; use ddp or fsdp")
         if decay := self.optimizer.ema_decay:
             yield (

@@ -15,6 +15,7 @@ import yaml
 from yaml.composer import ComposerError
 
 from llm_pretrain.files import read_plain
+from llm_pretrain.text import first_line
 
 MAX_BYTES = 1 << 18
 """Largest size of a settings file in bytes: a hundred times the size of the longest preset."""
@@ -158,8 +159,7 @@ def read_yaml(text: str) -> Any:
         mark = error.problem_mark or error.context_mark
         raise YamlError(mark.line + 1 if mark else None, error.problem or str(error)) from None
     except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:
-        first_line = str(error).partition("\n")[0]
-        raise YamlError(None, f"{type(error).__name__}: {first_line}") from None
+        raise YamlError(None, f"{type(error).__name__}: {first_line(error)}") from None
 
 
 def write_yaml(sections: Mapping[str, Mapping[str, Any]], comments: Mapping[str, str] | None = None) -> str:

@@ -24,6 +24,8 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
+from llm_pretrain.text import reason_of
+
 MEMORY, MEMORY_PER_BYTE = 1 << 29, 64
 """Bytes of memory that a request may use: `MEMORY`, plus `MEMORY_PER_BYTE` per byte of the request."""
 CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16
@@ -148,9 +150,8 @@ class _Job:
         except MemoryError:
             raise
         except Exception as error:  # a template can raise any exception
-            reason = " ".join(str(error).split()) or type(error).__name__
             raise RenderingError(
-                f"expected a conversation that the template takes, found: {reason:.300}"
+                f"expected a conversation that the template takes, found: {reason_of(error):.300}"
             ) from error
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
@@ -349,6 +350,4 @@ def _compiled(template: str, begin: str, end: str) -> Any:
     try:
         return environment.from_string(template)
     except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
-        raise RenderingError(
-            f"expected a Jinja template, found: {' '.join(str(error).split()) or type(error).__name__}"
-        ) from error
+        raise RenderingError(f"expected a Jinja template, found: {reason_of(error)}") from error

@@ -24,6 +24,7 @@ from llm_pretrain.data.tokenizer_training import nanogpt_tokenizer, write_files
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import open_data, read_data
+from llm_pretrain.text import reason_of
 
 BATCH_TOKENS = 1 << 20
 """Documents are read in groups of about this many tokens."""
@@ -117,9 +118,8 @@ def read_characters(inputs: Sequence[str]) -> dict[Path, list[str]]:
             if wrong := [each for each in characters if len(each.encode().decode()) != 1]:
                 raise ValueError(f"{wrong[0]!r:.40} in itos")
         except Exception as error:  # a broken pickle raises many types of exception
-            reason = " ".join(f"{error}".split()) or type(error).__name__
             raise DataError(
-                f"{path}: expected nanoGPT's characters by id (itos), found: {reason:.200}; "
+                f"{path}: expected nanoGPT's characters by id (itos), found: {reason_of(error):.200}; "
                 "move the file away if --tokenizer names the tokenizer that wrote the ids"
             ) from error
         if characters:

@@ -21,6 +21,7 @@ from urllib.parse import unquote
 from llm_pretrain.data.documents import REPEATED, UNREADABLE
 from llm_pretrain.errors import DataError
 from llm_pretrain.files import read_json
+from llm_pretrain.text import reason_of
 
 HUB_PREFIX = "hf://"
 TIMEOUT_SECONDS = 10.0
@@ -76,7 +77,7 @@ def hub_revision(name: str) -> str:
         advice = "try again with a network, or fetch its files elsewhere and give their folder"
         raise DataError(
             f"{name}: expected {where}, found no answer within {TIMEOUT_SECONDS:.0f} s "
-            f"({_one_line(error)}); {advice}"
+            f"({reason_of(error):.300}); {advice}"
         ) from error
     return found.sha or "main"
 
@@ -89,7 +90,7 @@ def hub_tables(name: str) -> Iterator[Any]:
         yield from rows.with_format("arrow").iter(batch_size=BATCH_ROWS)
     except Exception as error:  # network and decoding errors have many types
         raise HubInterruptedError(
-            f"{name}: expected to read on, found {_one_line(error)}; start again to continue"
+            f"{name}: expected to read on, found {reason_of(error):.300}; start again to continue"
         ) from error
 
 
@@ -108,11 +109,7 @@ def _open(name: str, parts: HubSet, revision: str) -> Any:
         )
     except Exception as error:  # network errors have many types; an unknown config or split is a ValueError
         part = f"split {parts.split}" + (f" of config {parts.config}" if parts.config else "")
-        raise DataError(f"{name}: expected {part}, found {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        raise DataError(f"{name}: expected {part}, found {reason_of(error):.300}") from error
 
 
 STDLIB = "stdlib"
@@ -206,8 +203,7 @@ def find_sources(inputs: Sequence[str], split: str | None = None) -> list[Source
         try:
             found = _files_of(entry, split or TRAIN_SPLIT)
         except OSError as error:
-            reason = error.strerror or error
-            raise DataError(f"{entry}: expected readable files, found: {reason}") from error
+            raise DataError(f"{entry}: expected readable files, found: {reason_of(error)}") from error
         sources += [_source(name, path, index, chat=entry == STDLIB_CHAT) for name, path in found]
     for source in sources:
         if source.path is not None and source.format() in _ARCHIVES:

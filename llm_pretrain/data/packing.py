@@ -22,6 +22,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from llm_pretrain.data.store import TokenStore, sample_digest
+from llm_pretrain.text import reason_of
 
 _DOCUMENTS_AT_ONCE = 1 << 17
 
@@ -279,7 +280,7 @@ def packed_index(store: TokenStore, split: str, sequence_length: int, packing: s
         try:
             return _opened_or_built(folder / name, arguments)
         except OSError as error:
-            reason = reason or f"{error.strerror or error}"
+            reason = reason or reason_of(error)
     _log.warning("%s: packed in memory, as its index cannot be written: %s", store.path / FOLDER, reason)
     return pack(documents.offsets, sequence_length, packing)
 

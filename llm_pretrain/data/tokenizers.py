@@ -18,6 +18,7 @@ import numpy as np
 
 from llm_pretrain.errors import DataError
 from llm_pretrain.files import read_data, read_object
+from llm_pretrain.text import reason_of
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -252,7 +253,7 @@ def convert_tokenizer(folder: str | Path, target: Path) -> None:
         several = isinstance(tokenizer.chat_template, dict)
         tokenizer.save_pretrained(str(target), save_jinja_files=not several)
     except Exception as error:  # transformers raises many types of exception
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason_of(error)
         raise DataError(f"{folder}: expected a Hugging Face tokenizer folder, found: {reason}") from error
     if not (target / "tokenizer.json").is_file():
         raise DataError(f"{folder}: expected a tokenizer that has a fast form (tokenizer.json), found none")

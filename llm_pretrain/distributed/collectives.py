@@ -16,6 +16,7 @@ from torch import Tensor
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, OutputError, PretrainError
 from llm_pretrain.launch.peer_failure import collective_timeout, peer_failure
+from llm_pretrain.text import reason_of
 
 T = TypeVar("T")
 distributed: Any = torch.distributed
@@ -146,7 +147,7 @@ def gather_results(ranks: Ranks, action: Callable[[], T], doing: str | None = No
         if doing:
             failure = CheckpointError(f"{failed}: {one_line(error)}")
         else:
-            failure = OutputError(f"{error.filename or 'file system'}: {error.strerror or error}")
+            failure = OutputError(f"{error.filename or 'file system'}: {reason_of(error)}")
     except Exception as error:
         if peer_failure(error, ranks.rank):
             raise  # the group is broken: another collective would wait until its timeout

@@ -30,6 +30,7 @@ from llm_pretrain.export.huggingface import (
     rounded,
 )
 from llm_pretrain.model.precision import DTYPES
+from llm_pretrain.text import reason_of
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -124,8 +125,7 @@ def write_gguf(
             check()
             os.replace(temporary, output)
         except OSError as error:
-            reason = error.strerror or " ".join(str(error).split())
-            raise CheckpointError(f"{output}: writing failed: {reason}") from error
+            raise CheckpointError(f"{output}: writing failed: {reason_of(error)}") from error
         finally:
             temporary.unlink(missing_ok=True)
     return vocabulary.notes

@@ -14,6 +14,7 @@ from typing import Any
 from llm_pretrain.errors import DataError
 from llm_pretrain.export.huggingface import chat_template, end_of_turn_id
 from llm_pretrain.files import read_data, read_object
+from llm_pretrain.text import reason_of
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's token types."""
@@ -196,7 +197,7 @@ def _sentencepiece(folder: Path, tokens: list[str], types: list[int]) -> tuple[l
     except RuntimeError as error:
         raise DataError(
             f"{path}: expected SentencePiece's own file, whose scores llama.cpp needs, found: "
-            f"{' '.join(str(error).split())}"
+            f"{reason_of(error)}"
         ) from error
     scores, kinds = [0.0] * len(tokens), list(types)
     for index in range(min(processor.get_piece_size(), len(tokens))):

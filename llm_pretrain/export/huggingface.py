@@ -28,6 +28,7 @@ from llm_pretrain.export.hf_architectures import (
 )
 from llm_pretrain.files import open_safetensors, read_data, read_json, read_object
 from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.text import reason_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -212,7 +213,7 @@ def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]
     try:
         content = read_json(path)
     except (OSError, ValueError, RecursionError) as error:
-        found = error.strerror if isinstance(error, OSError) else error
+        found = reason_of(error)
         raise CheckpointError(f"{path}: expected a weights folder's {name}, found: {found}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")

@@ -13,6 +13,7 @@ from llm_pretrain.config.tree import Config, OptimizerConfig
 from llm_pretrain.export.hf_architectures import HF_ARCHITECTURES
 from llm_pretrain.export.huggingface import model_type_of
 from llm_pretrain.model.sizes import count_parameters
+from llm_pretrain.text import markdown_table
 
 _NO_PATHS = {"sample_prompts"}
 """Settings whose text can look like a path."""
@@ -111,8 +112,8 @@ def _summary(data: ModelCardData, model_type: str | None) -> str:
         ("Weights", data.config.checkpoint.weights_dtype + _average(data.config)),
         ("Step", f"{data.step:,}" + (", the lowest evaluation loss so far" if data.is_best else "")),
     ]
-    title = f"# {data.config.run.name}"
-    return f"{title}\n\nA language model pretrained from text by llm_pretrain.\n\n{_table(('', ''), rows)}"
+    title, table = f"# {data.config.run.name}", markdown_table(("", ""), rows)
+    return f"{title}\n\nA language model pretrained from text by llm_pretrain.\n\n{table}"
 
 
 def _use(data: ModelCardData, model_type: str | None) -> str:
@@ -148,7 +149,7 @@ def _data(data: ModelCardData) -> str:
         (source.label, f"{source.samples / total:.1%}", f"{source.documents:,}", f"{source.tokens:,}")
         for source in data.sources
     ]
-    table = _table(("Source", "Share of samples", "Documents", "Tokens"), rows)
+    table = markdown_table(("Source", "Share of samples", "Documents", "Tokens"), rows)
     return f"## Data\n\n{table}\n\nTokenizer: SHA-256 `{data.tokenizer_hash[:16]}` of its tokenizer.json."
 
 
@@ -163,7 +164,7 @@ def _training(data: ModelCardData) -> str:
         ("Processes", str(data.world_size)),
         *((name, version) for name, version in data.versions.items() if version),
     ]
-    return f"## Training\n\n{_table(('', ''), rows)}"
+    return f"## Training\n\n{markdown_table(('', ''), rows)}"
 
 
 def _average(config: Config) -> str:
@@ -182,7 +183,7 @@ def _evaluation(data: ModelCardData) -> str:
         return "## Evaluation\n\nNone was made."
     rows = [(name.removeprefix("eval/"), f"{value:.4f}") for name, value in sorted(data.evaluation.items())]
     where = f"On the validation documents of the data, at step {data.evaluation_step:,}"
-    return f"## Evaluation\n\n{where}; loss in nats per token.\n\n{_table(('Metric', 'Value'), rows)}"
+    return f"## Evaluation\n\n{where}; loss in nats per token.\n\n{markdown_table(('Metric', 'Value'), rows)}"
 
 
 def _limits(init_from: str | None) -> str:
@@ -193,13 +194,6 @@ def _limits(init_from: str | None) -> str:
     return (
         f"## Limits\n\nA base model continues text. {origin} nobody has checked what it says; it can be "
         "wrong, and it can repeat what it has read."
-    )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
     )
 
 

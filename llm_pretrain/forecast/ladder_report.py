@@ -11,7 +11,7 @@ from llm_pretrain.forecast.measurements import read_ladder, shortcomings, used_f
 from llm_pretrain.forecast.planning import MAX_COMPUTE_RATIO, Choice, Forecast, best_of
 from llm_pretrain.forecast.points import Ladder, Point, Training
 from llm_pretrain.forecast.scaling_law import INTERVAL_LEVEL, Fit
-from llm_pretrain.runs.record import quantity
+from llm_pretrain.text import quantity
 from llm_pretrain.tracking.report import Table, render_page, write_page
 
 BEYOND = (1.0, 3.0, 10.0, MAX_COMPUTE_RATIO)

@@ -51,7 +51,7 @@ from llm_pretrain.launch.jobs import (
     run_until,
 )
 from llm_pretrain.launch.options import say
-from llm_pretrain.runs.record import duration, quantity
+from llm_pretrain.text import duration, quantity
 
 GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}
 """Guessed FLOPs per second, which choose the size whose speed is measured first."""

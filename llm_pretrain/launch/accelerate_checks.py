@@ -13,6 +13,7 @@ from llm_pretrain.config.tree import Config, TrainingConfig
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch.checks import accelerate_problems, unsupported_settings
 from llm_pretrain.launch.jobs import Machine
+from llm_pretrain.text import reason_of
 
 
 def read_accelerate_file(path: Path) -> tuple[dict[str, Any], str]:
@@ -26,7 +27,7 @@ def read_accelerate_file(path: Path) -> tuple[dict[str, Any], str]:
         place = f"{path}:{error.line}" if error.line else path
         raise ConfigError(f"{place}: not a valid YAML file: {error.text}") from error
     except (OSError, ValueError) as error:
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else "not UTF-8 text"
+        reason = reason_of(error) if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"--accelerate_config {path}: expected a text file, found: {reason}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: expected Accelerate's settings, found {settings!r:.60}")

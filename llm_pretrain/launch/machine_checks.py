@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from llm_pretrain.config.loading import multiplies_in_bf16
 from llm_pretrain.hardware import package_version
 from llm_pretrain.launch.jobs import Machine
+from llm_pretrain.text import size_text
 
 if TYPE_CHECKING:
     from llm_pretrain.config.tree import Config
@@ -54,7 +55,7 @@ def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
     own = exported_threads()
     by = "OMP_NUM_THREADS" if own else "cores / processes"
     yield "threads", f"{default_threads(1)} for one process of a run, by {by}; {machine.cores} cores"
-    yield "disk", f"{free_bytes(Path('runs')) / 1e9:.1f} GB free for {Path('runs').resolve()}"
+    yield "disk", f"{size_text(free_bytes(Path('runs')))} free for {Path('runs').resolve()}"
 
 
 def _backends() -> list[str]:

@@ -51,19 +51,15 @@ class _Setting(argparse.Action):
 
 
 def add_launch_options(parser: argparse.ArgumentParser, command: str, launch: str) -> None:
-    """Declare `--config` and the options of `add_run_options`."""
-    parser.usage = f"llm-pretrain {command} --config FILE [options] [--section.field VALUE ...]"
-    parser.add_argument(
-        "--config", action="append", required=True, metavar="FILE",
-        help="as for the scripts; the later file wins",
-    )  # fmt: skip
+    """Declare the options of `add_configuration` and `add_run_options`."""
+    add_configuration(parser, command)
     add_run_options(parser, command, launch)
 
 
 def add_run_options(
     parser: argparse.ArgumentParser, command: str, launch: str, *, timeout: float = 1800.0
 ) -> None:
-    """Declare `--output`, `--timeout` and every setting; `launch` names one launch in a help text."""
+    """Declare `--output` and `--timeout`; `launch` names one launch in a help text."""
     parser.add_argument(
         "--output", metavar="FOLDER",
         help=f"new folder for the runs and {command}.json (default: runs/{command}-NAME)",
@@ -71,6 +67,15 @@ def add_run_options(
     parser.add_argument(
         "--timeout", type=float, default=timeout, metavar="SECONDS",
         help=f"{launch} that takes longer is killed and counts as failed (default: %(default)g)",
+    )  # fmt: skip
+
+
+def add_configuration(parser: argparse.ArgumentParser, command: str) -> None:
+    """Declare `--config`, which must be given, and every setting of the configuration."""
+    parser.usage = f"llm-pretrain {command} --config FILE [options] [--section.field VALUE ...]"
+    parser.add_argument(
+        "--config", action="append", required=True, metavar="FILE",
+        help="as for the scripts; the later file wins",
     )  # fmt: skip
     add_settings(parser)
 

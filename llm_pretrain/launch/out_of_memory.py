@@ -15,9 +15,9 @@ import torch
 
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import PretrainError, ResourceError
-from llm_pretrain.hardware import size_text
 from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory
 from llm_pretrain.model.sizes import count_parameters
+from llm_pretrain.text import size_text
 
 _NO_THREAD = "can't start new thread"
 """Python's error if memory lacks room for a thread's stack, or if a limit on processes is reached."""

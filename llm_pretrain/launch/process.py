@@ -31,6 +31,7 @@ from llm_pretrain.hardware import usable_cores
 from llm_pretrain.launch.checks import MASTER_VARIABLES, accelerate_launch_arguments, check_environment
 from llm_pretrain.launch.out_of_memory import explain_out_of_memory
 from llm_pretrain.launch.peer_failure import COLLECTIVE_TIMEOUTS, peer_failure
+from llm_pretrain.text import first_line, reason_of
 
 INTERRUPTED = 130
 """Exit code after a Ctrl-C before the run began; after a later Ctrl-C, the run saves and exits with 75."""
@@ -176,9 +177,7 @@ def report_errors() -> Iterator[None]:
     except PretrainError as error:
         _report_and_leave(peer_failure(error, rank) or error, rank)
     except OSError as error:
-        _report_and_leave(
-            CheckpointError(f"{error.filename or 'input/output'}: {error.strerror or error}"), rank
-        )
+        _report_and_leave(CheckpointError(f"{error.filename or 'input/output'}: {reason_of(error)}"), rank)
     except Exception as error:
         peer_error = peer_failure(error, rank)
         has_group = torch.distributed.is_initialized()
@@ -232,7 +231,7 @@ def _no_rendezvous(error: Exception) -> str:
     """The message if the process group could not be formed."""
     address = ":".join(os.environ.get(name, "?") for name in MASTER_VARIABLES)
     return (
-        f"launch: {str(error).splitlines()[0]:.200} (rank {os.environ.get('RANK', '?')} of "
+        f"launch: {first_line(error):.200} (rank {os.environ.get('RANK', '?')} of "
         f"{os.environ.get('WORLD_SIZE', '?')}, rendezvous at {address}); start every rank, with one "
         "address and a free port for all"
     )

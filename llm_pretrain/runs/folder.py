@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from llm_pretrain.errors import OutputError
 from llm_pretrain.files import MARKER, fsync_folder, make_folder, read_marker, remove_leftovers, write_marker
 from llm_pretrain.runs.status import read_status
+from llm_pretrain.text import reason_of
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "status.json", "attempts.jsonl", "report.html")
 """Files that a run writes and replaces in its folder."""
@@ -68,8 +69,7 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise OutputError(
-                f"{self.path}: expected a writable folder, found: {error.strerror or error}; "
-                "set run.output_dir"
+                f"{self.path}: expected a writable folder, found: {reason_of(error)}; set run.output_dir"
             ) from None
         return self.run_id
 

@@ -14,6 +14,7 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.files import read_json
 from llm_pretrain.runs.replays import read_replays
 from llm_pretrain.runs.rows import Row, finite_number, read_metrics, readable_rows, without_lost_work
+from llm_pretrain.text import first_line
 
 _RUN_FILES = ("metrics.jsonl", "status.json", "config.yaml", "attempts.jsonl")
 """A folder with any of these is a run's."""
@@ -144,24 +145,6 @@ def metric_values(rows: Iterable[Row], key: str) -> list[float]:
     return [value for row in rows if (value := finite_number(row.get(key))) is not None]
 
 
-def quantity(value: float) -> str:
-    """A number as text: `12.3k`, `4.56M`."""
-    for unit in ("", "k", "M", "B"):
-        if abs(value) < 1000:
-            return f"{value:.3g}{unit}" if unit else f"{value:.4g}"
-        value /= 1000
-    return f"{value:.3g}T"
-
-
-def duration(seconds: float) -> str:
-    """A time as text that budget options accept: `1h05m`, `12m30s`, `45s`."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minute:02d}m"
-    return f"{minute}m{second:02d}s" if minute else f"{second}s"
-
-
 def _compact(row: Row) -> Row:
     """A row with its expert loads as float32: 4 bytes each instead of 32."""
     if "moe/load" in row:
@@ -176,6 +159,6 @@ def _read_mapping(path: Path, parse: Callable[[Path], Any], problems: list[str])
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError, YamlError) as error:
-        problems.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
+        problems.append(f"{path.name} cannot be read: {first_line(error)}")
         return {}
     return content if isinstance(content, Mapping) else {}

@@ -14,6 +14,7 @@ from typing import Any
 
 from llm_pretrain.errors import CheckpointError, OutputError
 from llm_pretrain.files import fsync_folder, make_folder, plain_json, read_plain
+from llm_pretrain.text import reason_of
 
 Row = dict[str, Any]
 
@@ -49,7 +50,7 @@ class MetricsWriter:
             _cut_torn_end(self.path)
             self._file = self.path.open("ab")
         except OSError as error:
-            raise OutputError(f"{self.path}: cannot be written: {error.strerror or error}") from error
+            raise OutputError(f"{self.path}: cannot be written: {reason_of(error)}") from error
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row and flush it to the operating system; NaN and infinities become null.
@@ -208,7 +209,7 @@ def readable_rows(
     except FileNotFoundError:
         return []
     except OSError as error:
-        problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+        problems.append(f"{path.name} cannot be read: {reason_of(error)}")
         return []
     rows, offset = [], 0
     for number, line in enumerate(lines, start=1):

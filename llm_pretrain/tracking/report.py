@@ -17,9 +17,10 @@ from llm_pretrain.config.loading import to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import OutputError
 from llm_pretrain.files import check_replaceable, replace_text
-from llm_pretrain.runs.record import RunRecord, duration, fault_lines, metric_values, quantity, read_run
+from llm_pretrain.runs.record import RunRecord, fault_lines, metric_values, read_run
 from llm_pretrain.runs.replays import difference_lines, replay_summary
 from llm_pretrain.runs.rows import Row, finite_number
+from llm_pretrain.text import duration, quantity, reason_of, setting_text
 from llm_pretrain.tracking.report_charts import (
     Axes,
     RunSeries,
@@ -72,7 +73,7 @@ def write_page(output: Path, render: Callable[[], str]) -> Path:
         output.parent.mkdir(parents=True, exist_ok=True)
         replace_text(output, page.encode(errors="replace").decode())
     except OSError as error:
-        raise OutputError(f"{output}: cannot be written: {error.strerror or error}") from error
+        raise OutputError(f"{output}: cannot be written: {reason_of(error)}") from error
     return output
 
 
@@ -320,13 +321,9 @@ def _settings_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table | 
 
 
 def _setting(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False, default=str)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else setting_text(value)
 
 
 def _utc(seconds: object) -> str:

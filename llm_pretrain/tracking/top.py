@@ -17,16 +17,10 @@ from rich.text import Text
 from llm_pretrain.config.schema import Range
 from llm_pretrain.errors import ConfigError, printable
 from llm_pretrain.files import open_plain
-from llm_pretrain.runs.record import (
-    check_run_folder,
-    duration,
-    fault_lines,
-    is_run_folder,
-    quantity,
-    read_run,
-)
+from llm_pretrain.runs.record import check_run_folder, fault_lines, is_run_folder, read_run
 from llm_pretrain.runs.replays import difference_lines
 from llm_pretrain.runs.rows import finite_number, parse_row
+from llm_pretrain.text import duration, quantity
 
 MIN_WIDTH = 24
 """Least width of the table in characters; a narrower terminal wraps the lines."""

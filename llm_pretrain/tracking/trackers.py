@@ -25,9 +25,8 @@ from typing import Any, TextIO
 from llm_pretrain.config.loading import to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import printable
-from llm_pretrain.hardware import size_text
-from llm_pretrain.runs.record import duration, quantity
 from llm_pretrain.runs.rows import finite_number
+from llm_pretrain.text import duration, quantity, size_text
 
 Row = Mapping[str, Any]
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from llm_pretrain.model.decoder import Decoder, DecoderLayer, compile_layer
 from llm_pretrain.model.kernels import configured_kernels, describe_kernels, experts_requirement, is_gpu
 from llm_pretrain.model.precision import DTYPES
 from llm_pretrain.optim.param_groups import initial_factor
+from llm_pretrain.text import reason_of, setting_text
 
 
 def build_model(config: Config, device: torch.device | None = None, world_size: int = 1) -> Decoder:
@@ -301,7 +301,7 @@ def _as_init_from_errors() -> Iterator[None]:
     except ConfigError as error:
         raise ConfigError(*(f"model.init_from: {problem}" for problem in error.problems)) from error
     except CheckpointError as error:
-        raise CheckpointError(f"model.init_from: {' '.join(str(error).split())}") from error
+        raise CheckpointError(f"model.init_from: {reason_of(error)}") from error
 
 
 def _read_shape(folder: Path) -> ModelConfig:
@@ -322,8 +322,8 @@ def _read_shape(folder: Path) -> ModelConfig:
 def _check_shape(folder: Path, source_config: ModelConfig, target_config: ModelConfig) -> None:
     """Raise ConfigError with every field that must be equal and is not."""
     problems = [
-        f"model.{_SETTING_OF.get(name, name)}: expected {_shown(source_config, name)}, found "
-        f"{_shown(target_config, name)}"
+        f"model.{_SETTING_OF.get(name, name)}: expected {setting_text(getattr(source_config, name))}, found "
+        f"{setting_text(getattr(target_config, name))}"
         for name in _compared_fields(source_config, target_config)
         if getattr(source_config, name) != getattr(target_config, name)
     ]
@@ -355,11 +355,6 @@ def _compared_fields(source_config: ModelConfig, target_config: ModelConfig) -> 
         yield from _COMPARED_WITH_EXPERTS if target_config.moe_layers else ("num_experts",)
         if target_config.moe_layers and target_config.moe_layers != source_config.moe_layers:
             yield from ("first_k_dense_replace", "decoder_sparse_step")
-
-
-def _shown(model: ModelConfig, name: str) -> Any:
-    """A field's value for a message, booleans as YAML has them."""
-    return str(value).lower() if isinstance(value := getattr(model, name), bool) else value
 
 
 def _check_tokenizer(folder: Path, config: Config) -> None:

@@ -36,6 +36,7 @@ from llm_pretrain.optim.ema import ema_parameters
 from llm_pretrain.optim.schedule import learning_rate, set_learning_rate
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.status import Status
+from llm_pretrain.text import first_line, quantity
 from llm_pretrain.training.agreement import check_launch, check_parameters, check_stores
 from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.engine import Engine, forward_is_collective
@@ -311,9 +312,9 @@ class Trainer:
         """
         config, engine, console = self.config, self.engine, self.recorder.console
         training, size = config.training, count_parameters(config.model)
-        active = f" ({size.active / 1e6:.1f}M active)" if size.active != size.total else ""
+        active = f" ({quantity(size.active)} active)" if size.active != size.total else ""
         console.info(
-            f"{config.run.name}: {size.total / 1e6:.1f}M parameters{active}, "
+            f"{config.run.name}: {quantity(size.total)} parameters{active}, "
             f"{engine.world_size} x {engine.device.type} by {engine.launcher}, "
             f"{config.distributed.strategy}, {training.precision}"
         )
@@ -487,5 +488,4 @@ def report_run(folder: RunFolder) -> None:
         folder.check()
         write_report([folder.path], folder.report)
     except Exception as error:  # a failed report must not fail the run
-        reason = printable(str(error).partition("\n")[0] or type(error).__name__)
-        print(f"warning: no report was written: {reason}", file=sys.stderr, flush=True)
+        print(f"warning: no report was written: {printable(first_line(error))}", file=sys.stderr, flush=True)

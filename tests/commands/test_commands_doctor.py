@@ -167,7 +167,7 @@ def test_the_environment_and_the_machine(
         "warning: training.precision: bf16 is emulated", "warning: accelerate is not installed",
         "warning: torch 2.9.1 is older than 2.11", "warning: torch_xla 2.9.0 is installed, but TPUs are",
         "warning: data.num_workers: expected ",
-        "warning: runs/gpt2-124m: 3 checkpoints and weights take 5.2 GB",
+        "warning: runs/gpt2-124m: 3 checkpoints and weights take 4.8 GiB",
     ):  # fmt: skip
         assert text in output, text
 

@@ -28,7 +28,7 @@ def test_published_sizes(capsys: pytest.CaptureFixture[str]):
     # arXiv:2505.09388, tables 1 and 2: 0.6B, of which 0.44B are no embedding; 30.5B, 3.3B active
     text = estimate(capsys, "qwen3-0.6b", "--gpu", "h200", "--price", "3.5", "--tokens", "1e9")
     assert "596,049,920 total" in text
-    assert "11.9 G tokens (20 per active parameter)" in text
+    assert "11.9B tokens (20 per active parameter)" in text
     assert "cost" in text
     text = estimate(capsys, "qwen3-30b-a3b", "--world-size", "64", "--distributed.strategy", "fsdp")
     assert "30,532,122,624 total, 3,353,032,704 active" in text

@@ -24,7 +24,7 @@ from llm_pretrain.forecast.planning import Forecast
 from llm_pretrain.forecast.points import RUNS_FOLDER, Ladder, write_points
 from llm_pretrain.forecast.scaling_law import fit_law
 from llm_pretrain.model.sizes import count_parameters
-from llm_pretrain.runs.record import quantity
+from llm_pretrain.text import quantity
 
 NASTY = "<script>alert(1)<"
 

@@ -12,7 +12,7 @@ import termios
 import pytest
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.runs.record import duration
+from llm_pretrain.text import duration
 from llm_pretrain.tracking.trackers import Console
 
 ROW = {

@@ -7,6 +7,7 @@ sorted by expert, n rows of one expert, P rows of all experts, padding included.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -373,6 +374,16 @@ _Product = Callable[[Any, Tensor, Tensor], Tensor]
 """A function of rows [R, K] sorted by expert, weights [E, K, N] and the experts' ends int32 [E]: [R, N]."""
 
 
+def _torch_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(rows, weights, offs=ends)
+
+
+def _triton_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    from llm_pretrain.model.kernels.grouped_mm import grouped_mm
+
+    return grouped_mm(rows, weights, ends)
+
+
 def grouped_experts(
     x: Tensor,
     gate_up: Tensor,
@@ -381,43 +392,12 @@ def grouped_experts(
     chosen: Tensor,
     dtype: torch.dtype,
     activation: Activation = SILU,
+    multiply: _Product = _torch_product,
 ) -> Tensor:
-    """`experts_reference` by torch's grouped matrix products in `dtype`; returns x's type.
+    """`experts_reference` by torch's grouped matrix products in `dtype`, or `multiply`; returns x's type.
 
     The groups' ends stay on the device. So the function never synchronises, and compiles to a single graph.
     """
-    return _by_groups(_torch_product, x, gate_up, down, weights, chosen, dtype, activation)
-
-
-def triton_experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    dtype: torch.dtype,
-    activation: Activation = SILU,
-) -> Tensor:
-    """`grouped_experts` by our own products in Triton, which also run where torch's cannot."""
-    from llm_pretrain.model.kernels.grouped_mm import grouped_mm
-
-    return _by_groups(grouped_mm, x, gate_up, down, weights, chosen, dtype, activation)
-
-
-def _torch_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    return F.grouped_mm(rows, weights, offs=ends)
-
-
-def _by_groups(
-    multiply: _Product,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    dtype: torch.dtype,
-    activation: Activation,
-) -> Tensor:
     # keys of 32 bits, because a radix sort passes over them half as often as over 64 bits
     sorted_chosen, order = chosen.flatten().int().sort(stable=True)
     experts = torch.arange(len(gate_up), dtype=torch.int32, device=x.device)
@@ -430,3 +410,7 @@ def _by_groups(
     product = (activation.function(gate) * up * weight_R1).to(dtype)
     y_R = multiply(product, down.to(dtype).transpose(1, 2), ends)
     return combine(y_R, token_R, inverse_TK).to(x.dtype)
+
+
+triton_experts = partial(grouped_experts, multiply=_triton_product)
+"""`grouped_experts` by our own products in Triton, which also run where torch's cannot."""
