@@ -169,20 +169,19 @@ class Map:
             for number in numbers:
                 self.reaching[content["blocks"][number]].add(name)
 
-    def reach(self, file: str, function: str, block: str) -> set[str]:
-        """Tests that reach the block; without any those of the function, then those of the file.
+    def reach(self, file: str, function: str, block: str) -> tuple[str, set[str]]:
+        """Tests that reach the block; without any those of the function, then those of the file; and which.
 
         So what runs when a module is imported (constants, fields, tables) has the tests of the file.
         """
-        found = set(self.reaching.get(f"{file}::{block}", ()))
-        for prefix in (f"{file}::{function}#", f"{file}::"):
-            found = found or {
-                name for key, names in self.reaching.items() if key.startswith(prefix) for name in names
-            }
-        return found
+        for level, start in {"block": f"{block}\n", "function": f"{function}#", "file": ""}.items():
+            keys = [key for key in self.reaching if f"{key}\n".startswith(f"{file}::{start}")]
+            if found := set().union(*(self.reaching[key] for key in keys)):
+                return level, found
+        return "nothing", set()
 
     def nearest(self, file: str, tests: set[str]) -> tuple[list[str], float]:
-        """The tests to run, and their seconds; the file's name and folder come first, then what reaches little."""
+        """The tests to run and their seconds: the file's name and folder first, then what reaches little."""
 
         def order(test: str) -> tuple[int, int, str]:
             path = Path(test.partition("::")[0])
@@ -266,8 +265,8 @@ def summarize(file: Path) -> None:
     hours = sum(row["seconds"] for row in rows) / 3600
     print(f"all: {detected} of {len(rows)} detected, {gone.total()} gone, {hours:.2f} hours\nsurvivors:")
     for row in rows:
-        if row["outcome"] in ("survived", "not reached"):
-            print(f"  {describe(row)} [{row['outcome']}, {len(row['tests'])} tests]")
+        if row["outcome"] == "survived":
+            print(f"  {describe(row)} [{len(row['tests'])} tests reach its {row['tests_reach']}]")
 
 
 def main() -> None:

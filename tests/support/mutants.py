@@ -137,12 +137,19 @@ def spots(file: str) -> list[Spot]:
     return found
 
 
+def is_text(*nodes: ast.expr) -> bool:
+    """Whether one is a string, so that another operator is a TypeError at once."""
+    return any(
+        isinstance(each, ast.JoinedStr) or isinstance(getattr(each, "value", None), str) for each in nodes
+    )
+
+
 def mutations(node: ast.expr | ast.stmt) -> Iterator[tuple[str, ast.AST]]:
     """Each (kind, replacement) of one node."""
     if isinstance(node, ast.Compare):
         for operator in COMPARISONS[type(node.ops[0])]:
             yield "comparison", ast.Compare(node.left, [operator(), *node.ops[1:]], node.comparators)
-    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and not is_text(node.left, node.right):
         yield "operator", ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
     elif isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS:
         yield "operator", ast.AugAssign(node.target, OPERATORS[type(node.op)](), node.value)
@@ -187,7 +194,7 @@ class _Exchange(ast.NodeTransformer):
 
 
 def equal(file: str, function: str, old: str, new: str) -> list[Spot]:
-    """The spots of a function with the text `old`; an expression that is a whole statement is not one."""
+    """The spots of a function with the text `old`: statements where `new` drops one, else expressions."""
     return [
         spot
         for spot in spots(file)
