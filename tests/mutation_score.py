@@ -41,6 +41,8 @@ BUDGET = 20.0
 """Seconds of tests for a mutant, as the map has them."""
 START_SECONDS = 120
 """A generous bound on what comes before the first test: imports, the fork server, a slow machine."""
+NO_TESTS = 5
+"""pytest's exit code where the tests of the map are gone: it is of another commit."""
 
 
 def read_stored() -> list[Mutant]:
@@ -202,13 +204,10 @@ def run_mutant(mutant: Mutant, copy: Path, tests: Map) -> dict[str, Any]:
     start, target = time.monotonic(), copy / mutant.file
     spot = find(mutant)
     assert spot is not None
-    chosen, expected = tests.nearest(mutant.file, tests.reach(mutant.file, spot.function, spot.block))
-    row = mutant._asdict() | {
-        "line": spot.node.lineno,
-        "outcome": "not reached",
-        "tests": [],
-        "detectors": [],
-    }
+    reached, reaching = tests.reach(mutant.file, spot.function, spot.block)
+    chosen, expected = tests.nearest(mutant.file, reaching)
+    row = mutant._asdict() | {"line": spot.node.lineno, "outcome": "survived", "tests_reach": reached}
+    row |= {"tests": [], "detectors": []}
     if chosen:
         original, before = target.read_bytes(), target.stat()
         target.write_bytes(apply(original, spot.node, mutant.new))
@@ -216,16 +215,16 @@ def run_mutant(mutant: Mutant, copy: Path, tests: Map) -> dict[str, Any]:
         chosen_file, rows = copy.parent / "chosen", copy.parent / "rows"
         chosen_file.write_text("\n".join(chosen))
         rows.unlink(missing_ok=True)
-        files = sorted({test.partition("::")[0] for test in chosen})
+        files = {test.partition("::")[0] for test in chosen}
         arguments = ["--rows", str(rows), "--chosen", str(chosen_file)]
-        files = [file for file in files if (copy / file).exists()]
-        code = run_tests(copy, [*arguments, *files], START_SECONDS + 5 * expected)
+        arguments += sorted(file for file in files if (copy / file).exists())
+        code = run_tests(copy, arguments, START_SECONDS + 5 * expected)
         target.write_bytes(original)
         os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
         ran = [each for each in read_rows(rows) if "test" in each]
         row["tests"] = [each["test"] for each in ran]
         row["detectors"] = [each["test"] for each in ran if each["outcome"] == "failed"]
-        if code not in (0, 1, None) and not row["detectors"]:
+        if code not in (0, 1, NO_TESTS, None) and not row["detectors"]:
             row["detectors"] = [f"pytest: exit code {code}"]
         row["outcome"] = "timeout" if code is None else "detected" if row["detectors"] else "survived"
     return row | {"seconds": round(time.monotonic() - start, 1)}
