@@ -116,8 +116,14 @@ test-lowest: $(VENV)-lowest/.installed  ## The quick suite and test-cuda with th
 fuzz: $(VENV)/.installed-tests  ## Look for input that breaks a reader, for longer than the tests do
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),2000) $(PYTEST) -m fuzz
 
-mutate: $(VENV)/.installed-tests  ## Count how many small faults in the core the quick tests detect: make mutate COUNT=60
-	$(BIN)/python tests/mutation_score.py --count $(or $(COUNT),60)
+# The map is of one commit, as the rows are: other files for another commit.
+MUTANTS ?= runs/mutants
+$(MUTANTS)/map.json: | $(VENV)/.installed-tests
+	mkdir -p $(MUTANTS)
+	$(BIN)/python tests/mutation_score.py map $@
+
+mutate: $(MUTANTS)/map.json  ## Count how many small faults the quick tests detect: make mutate COUNT=10 MUTANTS=FOLDER
+	$(BIN)/python tests/mutation_score.py run $< $(MUTANTS)/rows.jsonl --count $(or $(COUNT),100)
 
 bench: $(STORE)/store.json  ## Measure everything, or one part: make bench NAME=startup; see docs/benchmarks.md
 	$(BIN)/python -m benchmarks $(or $(NAME),all --quick)

@@ -1,16 +1,23 @@
-"""Measures how many small faults in the core the quick suite detects.
+"""Measures how many small faults in the package and in the two scripts the quick tests detect.
 
-    python tests/mutation_score.py [--count 60] [--seed 0] [--target llm_pretrain/training/step.py]
+    python tests/mutation_score.py draw [--count 100] [--seed 0]
+    python tests/mutation_score.py map MAP.json [--workers 2] [--tests PATH …]
+    python tests/mutation_score.py run MAP.json ROWS.jsonl [--count 100]
+    python tests/mutation_score.py summary ROWS.jsonl
 
-Each mutant changes one operator, constant, condition or call in a copy of the checkout, and runs the quick
-tests of that file until the first failure. The survivors are printed with their line, to be looked at one by
-one: some do not change behaviour.
+`draw` writes `assets/mutants.json`: mutants of all folders in proportion to their lines, each with its
+function, an expression there and what takes its place, so that later commits find it again. `map` runs the
+quick tests and writes how long each takes and which blocks it reaches, in forked ranks and subprocesses
+too. `run` applies each mutant to a copy of the checkout and runs the nearest tests that reach it, to their
+end, for BUDGET seconds at most. Where a mutant's code is gone, another of its folder is drawn and stored.
+`run` leaves out what has a row, so it can be killed and started again. Some survivors do not change
+behaviour: look at them one by one.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import json
 import os
 import random
 import shutil
@@ -18,204 +25,272 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parent.parent
-LIMIT_SECONDS = 900
+import psutil
+from support.fork_server import ROOT
+from support.mutants import Mutant, apply, draw_one, find, folder_of, sources
+from support.mutation_plugin import note_name
+from support.reached import NOTES
 
-STEP_TESTS = [
-    "tests/training/test_objective.py",
-    "tests/training/test_global_balance.py",
-    "tests/training/test_mixture_losses.py",
-    "tests/training/test_dropout_seed.py",
-    "tests/training/test_step_monitor.py",
-    "tests/traps/test_traps_normalisation.py",
-    "tests/traps/test_traps_bit_identity.py",
-    "tests/traps/test_traps_mixed_precision.py",
-    "tests/training/test_loop.py",
-    "tests/distributed/test_invariance.py",
-    "tests/distributed/test_resume.py",
-]
-CHECKPOINT_TESTS = ["tests/checkpoints", "tests/traps/test_traps_checkpoints.py"]
-TARGETS: dict[str, tuple[str, list[str]]] = {
-    "llm_pretrain/training/step.py": ("", STEP_TESTS),
-    "train_pretrain.py": ("train_step", STEP_TESTS),
-    "train_pretrain_accelerate.py": ("train_step", STEP_TESTS),
-    "llm_pretrain/training/spikes.py": (
-        "",
-        ["tests/training/test_spikes.py", "tests/training/test_step_monitor.py"],
-    ),
-    "llm_pretrain/data/packing.py": ("", ["tests/data"]),
-    "llm_pretrain/data/sample_order.py": ("", ["tests/data"]),
-    "llm_pretrain/checkpoints/store.py": ("", CHECKPOINT_TESTS),
-    "llm_pretrain/checkpoints/state.py": ("", CHECKPOINT_TESTS),
-    "llm_pretrain/model/moe.py": ("", ["tests/model", "tests/training/test_global_balance.py"]),
-    "llm_pretrain/optim/schedule.py": ("", ["tests/training/test_schedule.py"]),
-}
-"""File -> the function to mutate (all if empty), and the quick tests that are to detect it."""
-
-COMPARISONS = {
-    ast.Lt: ast.GtE,
-    ast.GtE: ast.Lt,
-    ast.Gt: ast.LtE,
-    ast.LtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-OPERATORS = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-}
+STORED = ROOT / "tests" / "assets" / "mutants.json"
+BUDGET = 20.0
+"""Seconds of tests for a mutant, as the map has them."""
+START_SECONDS = 120
+"""A generous bound on what comes before the first test: imports, the fork server, a slow machine."""
+NO_TESTS = 5
+"""pytest's exit code where the tests of the map are gone: it is of another commit."""
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One change of one file: characters `start` to `end` become `text`."""
-
-    file: str
-    line: int
-    start: int
-    end: int
-    text: str
-    kind: str
-    original: str
+def read_stored() -> list[Mutant]:
+    return [Mutant(**each) for each in json.loads(STORED.read_text())]
 
 
-def mutations(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Each (kind, replacement) of one node."""
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
-        flipped = COMPARISONS[type(node.ops[0])]()
-        yield "comparison", ast.Compare(node.left, [flipped, *node.ops[1:]], node.comparators)
-    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        yield "operator", ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
-    elif isinstance(node, ast.BoolOp):
-        swapped = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-        yield "and/or", ast.BoolOp(swapped, node.values)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield "not", node.operand
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        yield "sign", node.operand
-    elif isinstance(node, ast.Constant) and type(node.value) is int:
-        yield "off by one", ast.Constant(node.value + 1)
-    elif isinstance(node, ast.Constant) and type(node.value) is bool:
-        yield "boolean", ast.Constant(not node.value)
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        yield "dropped call", ast.Pass()
+def write_stored(mutants: Sequence[Mutant]) -> None:
+    """One mutant a line."""
+    STORED.write_text("[\n" + ",\n".join(json.dumps(each._asdict()) for each in mutants) + "\n]\n")
 
 
-def mutants_of(file: str, function: str) -> list[Mutant]:
-    """Every mutant of a file, or of one function in it; annotations and assertions are left alone."""
-    source = (ROOT / file).read_text()
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line.encode()))
-    encoded, found = source.encode(), []
-
-    def visit(node: ast.AST, inside: bool) -> None:
-        if isinstance(node, ast.FunctionDef):
-            inside = inside or not function or node.name == function
-        elif isinstance(node, ast.Assert | ast.Raise | ast.arguments | ast.JoinedStr):
-            return
-        if inside and isinstance(node, ast.expr | ast.stmt):
-            for kind, changed in mutations(node):
-                assert node.end_lineno is not None
-                assert node.end_col_offset is not None
-                start = starts[node.lineno - 1] + node.col_offset
-                end = starts[node.end_lineno - 1] + node.end_col_offset
-                text = ast.unparse(ast.fix_missing_locations(changed))
-                text = f"({text})" if isinstance(changed, ast.expr) else text
-                original = " ".join(encoded[start:end].decode().split())
-                found.append(Mutant(file, node.lineno, start, end, text, kind, original))
-        for field, value in ast.iter_fields(node):
-            if field in ("annotation", "returns", "decorator_list"):
-                continue
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
-                    visit(child, inside)
-
-    visit(ast.parse(source), False)
+def shares(count: int) -> dict[str, int]:
+    """Folder -> how many of `count` mutants it gets: its share of all lines, by largest remainder."""
+    lines = Counter()
+    for file in sources():
+        lines[folder_of(file)] += len((ROOT / file).read_text().splitlines())
+    exact = {folder: count * number / lines.total() for folder, number in lines.items()}
+    found = {folder: int(share) for folder, share in exact.items()}
+    for folder in sorted(exact, key=lambda each: found[each] - exact[each])[: count - sum(found.values())]:
+        found[folder] += 1
     return found
 
 
-def survives(mutant: Mutant | None, copy: Path, tests: list[str]) -> bool:
-    """Whether the tests pass with the mutant in the copy (or, for None, as it is)."""
-    original = None
-    if mutant is not None:
-        target = copy / mutant.file
-        original = target.read_bytes()
-        changed = original[: mutant.start] + mutant.text.encode() + original[mutant.end :]
-        target.write_bytes(changed)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        ended = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, timeout=LIMIT_SECONDS, check=False
-        )
-        return ended.returncode == 0
-    except subprocess.TimeoutExpired:
-        return False  # an endless loop is detected by the time limit of CI
-    finally:
-        if mutant is not None and original is not None:
-            (copy / mutant.file).write_bytes(original)
+def draw(count: int, seed: int) -> None:
+    """Write the mutants in random order: the first few are a sample too."""
+    generator = random.Random(seed)
+    folders = [folder for folder, number in shares(count).items() for _ in range(number)]
+    generator.shuffle(folders)
+    mutants: list[Mutant] = []
+    for number, folder in enumerate(folders, 1):
+        mutants.append(draw_one(folder, generator, mutants)._replace(number=number))
+    write_stored(mutants)
 
 
-def main() -> int:
-    """Print each mutant, the score and the survivors; returns 1 if fewer than 90 % are detected."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--count", type=int, default=60, help="mutants to try")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", choices=sorted(TARGETS), action="append", help="default: all")
-    arguments = parser.parse_args()
-    targets = arguments.target or sorted(TARGETS)
-    generator = random.Random(arguments.seed)
-    candidates = {file: mutants_of(file, TARGETS[file][0]) for file in targets}
-    chosen = []
-    for index in range(arguments.count):  # the files take turns, so that each counts alike
-        left = candidates[targets[index % len(targets)]]
-        if left:
-            chosen.append(left.pop(generator.randrange(len(left))))
-    survivors, tried = [], Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "checkout"
-        files = subprocess.run(
-            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.split()
-        for name in files:
+def replace_gone(mutants: list[Mutant]) -> list[Mutant]:
+    """The mutants to run: for each whose code is gone, name it and store another of its folder."""
+    replaced = {each.replaces for each in mutants}
+    active = [each for each in mutants if each.number not in replaced]
+    for place, mutant in enumerate(active):
+        if find(mutant) is None:
+            new = draw_one(folder_of(mutant.file), random.Random(mutant.number), mutants)
+            active[place] = new._replace(number=len(mutants) + 1, replaces=mutant.number)
+            print(f"gone: {describe(mutant._asdict())}\n  replaced by {describe(active[place]._asdict())}")
+            mutants.append(active[place])
+            write_stored(mutants)
+    return active
+
+
+def copy_checkout(copy: Path) -> None:
+    """Copy what git knows or would add."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for name in names:
+        if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
-        for file in targets:
-            if not survives(None, copy, TARGETS[file][1]):
-                print(f"{file}: its tests fail without a mutant", file=sys.stderr)
-                return 2
-        for mutant in chosen:
-            start = time.monotonic()
-            alive = survives(mutant, copy, TARGETS[mutant.file][1])
-            tried[mutant.file] += 1
-            survivors += [mutant] if alive else []
-            outcome = "SURVIVED" if alive else "detected"
-            seconds = time.monotonic() - start
-            print(
-                f"{outcome} {seconds:5.0f} s  {mutant.file}:{mutant.line} {mutant.kind}: "
-                f"{mutant.original} -> {mutant.text}",
-                flush=True,
-            )
-    print(f"\ndetected {len(chosen) - len(survivors)} of {len(chosen)}")
-    for file, count in tried.items():
-        alive = sum(mutant.file == file for mutant in survivors)
-        print(f"  {file}: {count - alive} of {count}")
-    return int(10 * len(survivors) > len(chosen))
+
+
+def run_tests(copy: Path, arguments: Sequence[str], limit: float, **variables: str) -> int | None:
+    """Run quick tests in the copy; returns pytest's exit code, or None after `limit` seconds."""
+    command = [sys.executable, "-m", "pytest", "-p", "support.mutation_plugin", "-p", "no:cacheprovider"]
+    command += ["-m", "not slow", "--continue-on-collection-errors", *arguments]
+    environment = os.environ | {"PYTHONPATH": f"{copy}:{copy / 'tests'}"} | variables
+    with (copy.parent / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=copy, env=environment, stdout=log, stderr=log)
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                started = psutil.Process(process.pid)
+                for each in [*started.children(recursive=True), started]:
+                    each.kill()
+                process.wait()
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def make_map(output: Path, tests: Sequence[str], workers: int) -> None:
+    """Run the quick tests with probes and write durations, and the blocks that each test reaches."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy, rows, notes = Path(folder) / "checkout", Path(folder) / "rows", Path(folder) / "notes"
+        copy_checkout(copy)
+        shutil.copy(copy / "tests/support/reached.py", copy / "sitecustomize.py")
+        notes.mkdir()
+        options = ["-n", str(workers), "--dist", "loadfile"] if workers else []
+        variables = {NOTES: str(notes / "imports"), "PYTHONDONTWRITEBYTECODE": "1"}
+        code = run_tests(
+            copy, [*options, "--rows", str(rows), "--notes", str(notes), *tests], 1e6, **variables
+        )
+        if code not in (0, 1):
+            sys.exit((copy.parent / "log").read_text()[-4000:])
+        fixtures, found, blocks = {}, {}, defaultdict(lambda: len(blocks))
+        for row in read_rows(rows):
+            table = fixtures if "fixture" in row else found
+            name = row.pop("fixture", None) or row.pop("test")
+            noted = notes / note_name(name)
+            names = set(noted.read_text().split()) if noted.exists() else set()
+            table[name] = row | {"blocks": sorted(blocks[each] for each in names)}
+    for name, row in found.items():
+        if row["outcome"] == "failed":
+            print(f"left out, fails without a mutant: {name}")
+    passed = {name: row for name, row in found.items() if row["outcome"] == "passed"}
+    output.write_text(json.dumps({"tests": passed, "fixtures": fixtures, "blocks": list(blocks)}))
+
+
+class Map:
+    """Which tests reach a block, and what they cost.
+
+    Args:
+        file: As `map` has written it.
+    """
+
+    def __init__(self, file: Path):
+        content = json.loads(file.read_text())
+        self.tests, self.fixtures = content["tests"], content["fixtures"]
+        self.reaching = defaultdict(set)
+        self.sizes = {}
+        for name, row in self.tests.items():
+            row["fixtures"] = [each for each in row["fixtures"] if each in self.fixtures]
+            numbers = set(row["blocks"]).union(*(self.fixtures[each]["blocks"] for each in row["fixtures"]))
+            self.sizes[name] = len(numbers)
+            for number in numbers:
+                self.reaching[content["blocks"][number]].add(name)
+
+    def reach(self, file: str, function: str, block: str) -> tuple[str, set[str]]:
+        """Tests that reach the block; without any those of the function, then those of the file; and which.
+
+        So what runs when a module is imported (constants, fields, tables) has the tests of the file.
+        """
+        for level, start in {"block": f"{block}\n", "function": f"{function}#", "file": ""}.items():
+            keys = [key for key in self.reaching if f"{key}\n".startswith(f"{file}::{start}")]
+            if found := set().union(*(self.reaching[key] for key in keys)):
+                return level, found
+        return "nothing", set()
+
+    def nearest(self, file: str, tests: set[str]) -> tuple[list[str], float]:
+        """The tests to run and their seconds: the file's name and folder first, then what reaches little."""
+
+        def order(test: str) -> tuple[int, int, str]:
+            path = Path(test.partition("::")[0])
+            same_name = path.stem.endswith(f"_{Path(file).stem}") or f"_{Path(file).stem}_" in path.stem
+            return -(2 * same_name + (path.parent.name == Path(file).parent.name)), self.sizes[test], test
+
+        chosen, total, ready = [], 0.0, set()
+        for test in sorted(tests, key=order):
+            new = set(self.tests[test]["fixtures"]) - ready
+            seconds = self.tests[test]["seconds"] + sum(self.fixtures[each]["seconds"] for each in new)
+            if total + seconds <= BUDGET or not chosen:
+                chosen, total, ready = [*chosen, test], total + seconds, ready | new
+        return chosen, total
+
+
+def run_mutant(mutant: Mutant, copy: Path, tests: Map) -> dict[str, Any]:
+    """Its row: the tests that ran and those that failed."""
+    start, target = time.monotonic(), copy / mutant.file
+    spot = find(mutant)
+    assert spot is not None
+    reached, reaching = tests.reach(mutant.file, spot.function, spot.block)
+    chosen, expected = tests.nearest(mutant.file, reaching)
+    row = mutant._asdict() | {"line": spot.node.lineno, "outcome": "survived", "tests_reach": reached}
+    row |= {"tests": [], "detectors": []}
+    if chosen:
+        original, before = target.read_bytes(), target.stat()
+        target.write_bytes(apply(original, spot.node, mutant.new))
+        os.utime(target, (before.st_atime, before.st_mtime + mutant.number))  # else bytecode may look current
+        chosen_file, rows = copy.parent / "chosen", copy.parent / "rows"
+        chosen_file.write_text("\n".join(chosen))
+        rows.unlink(missing_ok=True)
+        files = {test.partition("::")[0] for test in chosen}
+        arguments = ["--rows", str(rows), "--chosen", str(chosen_file)]
+        arguments += sorted(file for file in files if (copy / file).exists())
+        code = run_tests(copy, arguments, START_SECONDS + 5 * expected)
+        target.write_bytes(original)
+        os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
+        ran = [each for each in read_rows(rows) if "test" in each]
+        row["tests"] = [each["test"] for each in ran]
+        row["detectors"] = [each["test"] for each in ran if each["outcome"] == "failed"]
+        if code not in (0, 1, NO_TESTS, None) and not row["detectors"]:
+            row["detectors"] = [f"pytest: exit code {code}"]
+        row["outcome"] = "timeout" if code is None else "detected" if row["detectors"] else "survived"
+    return row | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def describe(row: dict[str, Any]) -> str:
+    place = f"{row['file']}:{row['line']}" if "line" in row else row["file"]
+    return f"{row['number']} {place} {row['function']} ({row['kind']}): {row['old']} -> {row['new']}"
+
+
+def run(map_file: Path, rows: Path, count: int) -> None:
+    tests = Map(map_file)
+    done = {row["number"] for row in read_rows(rows)}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "checkout"
+        copy_checkout(copy)
+        for mutant in replace_gone(read_stored())[:count]:
+            if mutant.number not in done:
+                row = run_mutant(mutant, copy, tests)
+                with rows.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"{row['outcome']:11} {row['seconds']:5.0f} s  {describe(row)}", flush=True)
+    summarize(rows)
+
+
+def summarize(file: Path) -> None:
+    """Print outcomes by folder, hours and survivors; a mutant that never ends counts as detected."""
+    rows, stored = read_rows(file), {each.number: each for each in read_stored()}
+    gone = Counter(folder_of(stored[each.replaces].file) for each in stored.values() if each.replaces)
+    table = defaultdict(Counter)
+    for row in rows:
+        is_detected = row["outcome"] in ("detected", "timeout")
+        table[folder_of(row["file"])]["detected" if is_detected else "survived"] += 1
+    for folder, counts in sorted(table.items()):
+        print(f"{folder}: {counts['detected']} detected, {counts['survived']} survived, {gone[folder]} gone")
+    detected = sum(counts["detected"] for counts in table.values())
+    hours = sum(row["seconds"] for row in rows) / 3600
+    print(f"all: {detected} of {len(rows)} detected, {gone.total()} gone, {hours:.2f} hours\nsurvivors:")
+    for row in rows:
+        if row["outcome"] == "survived":
+            print(f"  {describe(row)} [{len(row['tests'])} tests reach its {row['tests_reach']}]")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="command", required=True)
+    parts = {name: commands.add_parser(name) for name in ("draw", "map", "run", "summary")}
+    parts["draw"].add_argument("--seed", type=int, default=0)
+    parts["map"].add_argument("--workers", type=int, default=2, help="pytest processes (0: in this one)")
+    for name in ("map", "run"):
+        parts[name].add_argument("map", type=Path)
+    for name in ("run", "summary"):
+        parts[name].add_argument("rows", type=Path)
+    for name in ("draw", "run"):
+        parts[name].add_argument("--count", type=int, default=100)
+    parts["map"].add_argument("--tests", nargs="+", default=[], help="default: all")
+    options = parser.parse_args()
+    if options.command == "draw":
+        draw(options.count, options.seed)
+    elif options.command == "map":
+        make_map(options.map, options.tests, options.workers)
+    elif options.command == "run":
+        run(options.map, options.rows, options.count)
+    else:
+        summarize(options.rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
