@@ -20,7 +20,7 @@ def rows() -> dict[int, list[str]]:
 
 
 def errors_of_others() -> list[list[str]]:
-    """Cells (error, source, put in as, seen as, test) of the second table."""
+    """Cells (error, source, seen as, test) of the second table."""
     page = (ROOT / "docs" / "traps.md").read_text().partition("## Silent errors of others")[2]
     return [line.strip("| ").split(" | ") for line in page.splitlines() if "https://" in line]
 
