@@ -493,11 +493,11 @@ def test_killed_amid_bad_records_it_gives_the_same_bytes_and_counts(here: Path, 
     expected = dict.fromkeys(("invalid JSON", "invalid UTF-8", "token id outside the vocabulary"), count)
     assert facts(here / "expected")["skipped"] == expected
     script = (
-        "import sys; from llm_pretrain.data import preparation as p\n"
+        "import sys; from functools import wraps; from llm_pretrain.data.preparation import Preparation\n"
         "import llm_pretrain.__main__ as m\n"
         "if __name__ == '__main__':\n"
-        "    original = p.Preparation\n"
-        "    p.Preparation = lambda *a, **k: original(*a, **k, commit_seconds=0.01)\n"
+        "    made = Preparation.__init__\n"
+        "    Preparation.__init__ = wraps(made)(lambda *a, **k: made(*a, **k, commit_seconds=0.01))\n"
         "    sys.exit(m.main(sys.argv[1:]))\n"
     )
     Path("script.py").write_text(script)
