@@ -46,6 +46,7 @@ from llm_pretrain.data.tokenizers import (
 )
 from llm_pretrain.errors import ConfigError, DataError, OutputError
 from llm_pretrain.files import MARKER, read_json, read_marker, read_plain, replace_text, write_marker
+from llm_pretrain.hardware import usable_cores
 from llm_pretrain.version import __version__
 
 BATCH_BYTES = 1 << 20
@@ -257,7 +258,7 @@ class _Pass:
     def _batches(self) -> Iterator[tuple[EncodedBatch, Origin]]:
         preparation = self._preparation
         records = read_sources(self._sources, text_column=preparation.text_column, after=self._last)
-        workers = preparation.workers or os.cpu_count() or 1
+        workers = preparation.workers or usable_cores()
         size = _source_bytes(self._sources)
         if size is not None:
             workers = min(workers, -(-size // (2 * BATCH_BYTES)))
