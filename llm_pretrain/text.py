@@ -46,6 +46,11 @@ def reason_of(error: BaseException) -> str:
     return " ".join(str(text).split()) or type(error).__name__
 
 
+def type_and_reason(error: BaseException) -> str:
+    """The type and the whole text of an error, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text; the name of its type if it has no text."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

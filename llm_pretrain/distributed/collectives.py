@@ -16,7 +16,7 @@ from torch import Tensor
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, OutputError, PretrainError
 from llm_pretrain.launch.peer_failure import collective_timeout, peer_failure
-from llm_pretrain.text import reason_of
+from llm_pretrain.text import reason_of, type_and_reason
 
 T = TypeVar("T")
 distributed: Any = torch.distributed
@@ -166,10 +166,9 @@ def gather_results(ranks: Ranks, action: Callable[[], T], doing: str | None = No
 
 def one_line(error: BaseException) -> str:
     """The error's type and text on one line; of an OSError the text, with the free bytes of a full disk."""
-    text = " ".join(str(error).split())
     if isinstance(error, OSError):
-        return text + _free_space(error)
-    return f"{type(error).__name__}: {text}"
+        return " ".join(str(error).split()) + _free_space(error)
+    return type_and_reason(error)
 
 
 def _free_space(error: OSError) -> str:

@@ -30,10 +30,8 @@ from llm_pretrain.files import open_safetensors, read_data, read_json, read_obje
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.text import reason_of
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
 INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class TensorFiles(ExitStack):

@@ -32,6 +32,7 @@ from llm_pretrain.model.kernels.choice import Kernels, experts_kernel, loss_kern
 from llm_pretrain.model.kernels.experts import experts_reference
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.model.layers import RMSNorm
+from llm_pretrain.text import type_and_reason
 
 Part = Literal["experts", "attention", "loss", "norm", "optimizer", "compile"]
 PARTS: tuple[Part, ...] = ("experts", "attention", "loss", "norm", "optimizer")
@@ -188,7 +189,7 @@ def _checked(part: Part, config: ModelConfig, kernels: Kernels, on: _Device) -> 
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raised = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        raised = type_and_reason(error)[:300]
     return KernelCheck(
         part=part,
         implementation=FIXED.get(part) or getattr(kernels, part),

@@ -14,6 +14,7 @@ from llm_pretrain.config.tree import OptimizerConfig
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import parameter_groups
+from llm_pretrain.text import type_and_reason
 
 
 def build(model: Decoder, config: OptimizerConfig, precision: str) -> Optimizer:
@@ -107,5 +108,5 @@ class _Trial:
 
 
 def _error(setting: str, expected: str, found: str, error: Exception | None = None) -> ConfigError:
-    said = f": {type(error).__name__}: {' '.join(str(error).split())}" if error else ""
+    said = f": {type_and_reason(error)}" if error else ""
     return ConfigError(f"optimizer.{setting}: expected {expected}, found {found}{said}")
