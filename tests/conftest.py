@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from support.corpora import make_store
+from support.finished_runs import RECIPES, FinishedRun, finish_run
 from support.fork_server import remove_shared, share_with_workers
+from support.once import once
 
 
 def pytest_configure() -> None:
@@ -69,16 +71,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def plain_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A token store in which every token but a document's first is a target."""
-    return make_store(tmp_path_factory.mktemp("plain") / "store", documents=400).path
+    return once(tmp_path_factory, "plain", lambda folder: make_store(folder / "store", documents=400).path)
 
 
 @pytest.fixture(scope="session")
 def masked_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A token store with ragged loss masks: every other document is a prompt with a completion."""
-    return make_store(tmp_path_factory.mktemp("masked") / "store", documents=400, masked=True).path
+    return once(
+        tmp_path_factory,
+        "masked",
+        lambda folder: make_store(folder / "store", documents=400, masked=True).path,
+    )
 
 
 @pytest.fixture(scope="session")
 def changed_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another token store of the same tokenizer."""
-    return make_store(tmp_path_factory.mktemp("changed") / "store", documents=300, seed=7).path
+    return once(
+        tmp_path_factory, "changed", lambda folder: make_store(folder / "store", documents=300, seed=7).path
+    )
+
+
+@pytest.fixture(scope="session")
+def finished_run(
+    plain_store: Path, masked_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], FinishedRun]:
+    """Name of `finished_runs.RECIPES` -> the run, which every test process shares and none changes."""
+
+    def find(name: str) -> FinishedRun:
+        recipe = RECIPES[name]
+        store = masked_store if recipe.masked else plain_store
+        return once(tmp_path_factory, f"run-{name}", lambda folder: finish_run(recipe, store, folder / "run"))
+
+    return find
