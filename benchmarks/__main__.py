@@ -19,7 +19,6 @@ BENCHMARKS = {
     "launchers": "the Accelerate script's step against the torchrun script's",
     "data_path": "tokens per second and core of tokenising, packing and batch assembly",
     "moe_layer": "a mixture-of-experts layer against a dense one of equal FLOPs",
-    "loss_head": "the loss head in chunks against whole logits, in time and memory",
     "checkpoint": "saving and restoring a run's state, against torch.save",
     "layouts": "losses of one run in eighteen layouts of processes, beside torchtitan's of the same",
     "slow_link": "bytes and seconds of a step over a slow link between two machines, and their predictions",
