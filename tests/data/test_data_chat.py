@@ -413,26 +413,6 @@ def test_a_store_holds_conversations_in_every_spelling(tmp_path: Path):
     assert store.facts["altered_documents"] == 0
 
 
-@pytest.mark.parametrize(
-    ("messages", "cause"),
-    [
-        ([], "empty document"),
-        ("hi", "wrong type"),
-        ([{"role": "user"}], "wrong type"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "wrong type"),
-        ([{"content": "a"}], "wrong type"),
-        ([{"role": "user", "content": "a"}], "no assistant turn"),
-        ([{"role": "assistant", "content": "\ud800"}], "invalid UTF-8"),
-    ],
-)
-def test_invalid_conversations_are_counted_by_cause(tmp_path: Path, messages: Any, cause: str):
-    tokenizer = chat_tokenizer(tmp_path / "tokenizer", CHATML)
-    corpus = tmp_path / "c.jsonl"
-    corpus.write_text(json.dumps({"messages": messages}) + '\n{"text": "sound"}\n')
-    preparation = Preparation([str(corpus)], tokenizer.folder, tmp_path / "store", on_error="skip")
-    assert prepare_store(preparation).facts["skipped"] == {cause: 1}
-
-
 @pytest.mark.parametrize("type", ["sentencepiece-bpe", "sentencepiece-unigram"])
 @pytest.mark.parametrize("said", ["€ and more", "\x00nul", ">", "你好", "plain", " led by a space", ""])
 def test_every_byte_of_the_assistants_turn_is_a_target(tmp_path: Path, said: str, type: str):

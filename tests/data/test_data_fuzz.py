@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import shutil
@@ -23,6 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.corpora import edit_facts, make_store, make_texts, make_tokenizer, write_jsonl
 from support.fuzzing import VALUES, altered_bytes, altered_json, dumped, fuzzed
+from support.table_files import arrow, delimited, parquet
 
 from llm_pretrain.data import chat as rendering
 from llm_pretrain.data import preparation as prepare_module
@@ -218,26 +217,6 @@ def test_any_records(chat_tokenizer: Tokenizer, content: list[bytes]):
 # --- files -------------------------------------------------------------------------------------------
 
 
-def _delimited() -> bytes:
-    file = io.StringIO(newline="")
-    csv.writer(file).writerows([["id", "text"], *([k, f'{text}"\n,'] for k, text in enumerate(TEXTS))])
-    return file.getvalue().encode()
-
-
-def _parquet(table: pyarrow.Table, **options: Any) -> bytes:
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(table, sink, **options)
-    return sink.getvalue().to_pybytes()
-
-
-def _arrow(table: pyarrow.Table, *, stream: bool) -> bytes:
-    sink = pyarrow.BufferOutputStream()
-    new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
-    with new(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=4)
-    return sink.getvalue().to_pybytes()
-
-
 _TABLE = pyarrow.table({"id": list(range(len(TEXTS))), "text": TEXTS})
 _CHATS = pyarrow.Table.from_pylist([RECORDS[2]] * 3)
 _LINES = b"".join(dumped({"text": text}) + b"\n" for text in TEXTS)
@@ -245,19 +224,19 @@ FILES = {
     "a.jsonl": _LINES,
     "a.json": dumped([{"text": text} for text in TEXTS]),
     "b.json": _LINES,
-    "a.csv": _delimited(),
+    "a.csv": delimited([["id", "text"], *([k, f'{text}"\n,'] for k, text in enumerate(TEXTS))]),
     "a.txt": "".join(TEXTS).encode(),
     "a.jsonl.gz": gzip.compress(_LINES, mtime=0),
     "a.jsonl.zst": zstandard.compress(_LINES),
     "a.jsonl.xz": lzma.compress(_LINES),
-    "a.parquet": _parquet(_TABLE, row_group_size=5),
-    "b.parquet": _parquet(_TABLE, compression="zstd", use_dictionary=False),
-    "c.parquet": _parquet(_CHATS),
-    "a.arrow": _arrow(_TABLE, stream=True),
-    "b.arrow": _arrow(_TABLE, stream=False),
-    "c.arrow": _arrow(_CHATS, stream=False),
-    "d.arrow": _arrow(pyarrow.table({"text": pyarrow.array(TEXTS).dictionary_encode()}), stream=True),
-    "e.arrow": _arrow(pyarrow.table({"text": pyarrow.array(TEXTS, pyarrow.string_view())}), stream=True),
+    "a.parquet": parquet(_TABLE, row_group_size=5),
+    "b.parquet": parquet(_TABLE, compression="zstd", use_dictionary=False),
+    "c.parquet": parquet(_CHATS),
+    "a.arrow": arrow(_TABLE, stream=True),
+    "b.arrow": arrow(_TABLE, stream=False),
+    "c.arrow": arrow(_CHATS, stream=False),
+    "d.arrow": arrow(pyarrow.table({"text": pyarrow.array(TEXTS).dictionary_encode()}), stream=True),
+    "e.arrow": arrow(pyarrow.table({"text": pyarrow.array(TEXTS, pyarrow.string_view())}), stream=True),
 }
 
 

@@ -165,40 +165,6 @@ def test_a_text_altered_to_one_of_its_length_is_counted(
     assert store.facts["altered_documents"] == altered
 
 
-def test_bad_records_are_skipped_by_cause_or_stop_the_run(tmp_path: Path):
-    corpus = tmp_path / "bad.jsonl"
-    lines = [
-        b'{"text": "good"}',
-        b'{"text": "cut',
-        b'{"text": "\xff"}',
-        b'{"a": 1}',
-        b'{"text": 3}',
-        b'{"text": ""}',
-    ]
-    lines += [b'{"input_ids": [1, 99999]}', b'{"text": "cut']
-    corpus.write_bytes(b"\n".join(lines))
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    preparation = Preparation([str(corpus)], tokenizer, tmp_path / "store", on_error="skip")
-    store = prepare_store(preparation)
-    assert store.facts["skipped"] == {
-        "invalid JSON": 2,
-        "invalid UTF-8": 1,
-        "no text": 1,
-        "wrong type": 1,
-        "empty document": 1,
-        "token id outside the vocabulary": 1,
-    }
-    assert store.split("train").documents == 1
-    for number, line in enumerate(lines[1:], start=2):
-        if line == b'{"text": ""}':
-            continue
-        corpus.write_bytes(b'{"text": "good"}\n' * (number - 1) + line)
-        with pytest.raises(DataError, match=rf"bad\.jsonl:{number}: ") as caught:
-            prepare_store(Preparation([str(corpus)], tokenizer, tmp_path / "failed"))
-        assert "\n" not in str(caught.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "store", "tokenizer"]
-
-
 @pytest.mark.parametrize("kind", ["text", "messages"])
 def test_a_text_that_the_tokenizer_cannot_encode_is_a_bad_record(tmp_path: Path, kind: str):
     """A pattern that backtracks too long is a panic of the library, which is no Exception."""
@@ -233,13 +199,6 @@ def test_a_text_for_which_memory_is_too_small_is_no_bad_record(
     monkeypatch.setattr(tokenizer, "_backend", SimpleNamespace(encode_batch_fast=exhausted))
     with pytest.raises(MemoryError):
         tokenizer.encode(["one"])
-
-
-def test_an_empty_corpus_is_refused_with_what_was_left_out(tmp_path: Path):
-    with pytest.raises(DataError, match="expected documents, found none"):
-        prepare(tmp_path, [])
-    with pytest.raises(DataError, match="1 empty document"):
-        prepare(tmp_path, [{"text": ""}])
 
 
 def test_an_existing_store_is_replaced_only_with_overwrite(tmp_path: Path):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import bz2
-import csv
-import datetime
 import gzip
-import io
 import json
 import lzma
 import tracemalloc
@@ -21,13 +18,13 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from support.corpora import make_texts, make_tokenizer, write_jsonl
+from support.table_files import arrow, delimited, parquet
 
 from llm_pretrain.data import readers, tables
 from llm_pretrain.data.documents import Document, RawRecord, RecordError, parse_record
-from llm_pretrain.data.inputs import COMPRESSIONS, find_sources
+from llm_pretrain.data.inputs import find_sources
 from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.readers import read_records, read_sources
-from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError, ResourceError
 
 TEXTS = [*make_texts(40), 'quotes "", commas, and\nlines\r\n', "tab\there", " spaces "]
@@ -40,29 +37,12 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def delimited(texts: list[str], delimiter: str, column: str = "text") -> bytes:
-    file = io.StringIO(newline="")
-    writer = csv.writer(file, delimiter=delimiter)
-    writer.writerows([["id", column], *([str(index), text] for index, text in enumerate(texts))])
-    return file.getvalue().encode()
-
-
 def as_table(texts: list[str], column: str = "text") -> pyarrow.Table:
     return pyarrow.table({"id": list(range(len(texts))), column: texts})
 
 
-def parquet(table: pyarrow.Table, **options) -> bytes:
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(table, sink, **options)
-    return sink.getvalue().to_pybytes()
-
-
-def arrow(table: pyarrow.Table, *, stream: bool) -> bytes:
-    sink = pyarrow.BufferOutputStream()
-    new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
-    with new(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-    return sink.getvalue().to_pybytes()
+def as_rows(texts: list[str], column: str = "text") -> list[list]:
+    return [["id", column], *([index, text] for index, text in enumerate(texts))]
 
 
 def feather(table: pyarrow.Table) -> bytes:
@@ -79,8 +59,8 @@ FORMATS = {
     "lines.ndjson": b"\xef\xbb\xbf" + LINES,
     "lines.json": LINES,
     "array.json": json.dumps([{"text": text} for text in TEXTS], indent=1).encode(),
-    "comma.csv": delimited(TEXTS, ","),
-    "tab.tsv": delimited(TEXTS, "\t"),
+    "comma.csv": delimited(as_rows(TEXTS)),
+    "tab.tsv": delimited(as_rows(TEXTS), "\t"),
     "groups.parquet": parquet(TABLE, row_group_size=7),
     "plain.parquet": parquet(as_table(TEXTS), compression="none", use_dictionary=False),
     "large.parquet": parquet(pyarrow.table({"text": pyarrow.array(TEXTS, pyarrow.large_string())})),
@@ -153,10 +133,11 @@ def test_a_truncated_file_is_named_and_its_sound_part_read(tmp_path: Path, suffi
         with pytest.raises(RecordError, match=message) as caught:
             parse_record(last)
         assert "\n" not in str(caught.value)
-    file.write_bytes(b"this is no compressed file")
-    (record,) = read_records([str(file)])
-    with pytest.raises(RecordError, match="truncated or damaged"):
-        parse_record(record)
+    for content, found in ((b"this is no compressed file", ""), (b"", "found no bytes")):
+        file.write_bytes(content)
+        (record,) = read_records([str(file)])
+        with pytest.raises(RecordError, match=f"truncated or damaged file: {found}"):
+            parse_record(record)
 
 
 @pytest.mark.parametrize("suffix", [suffix for suffix in COMPRESS if suffix])
@@ -183,26 +164,10 @@ def test_a_truncated_table_is_named(tmp_path: Path, name: str):
             parse_record(last)
 
 
-def test_a_damaged_file_stops_the_command_or_is_counted(tmp_path: Path):
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    cut = tmp_path / "cut.jsonl.gz"
-    cut.write_bytes(gzip.compress(LINES)[:-9])
-    sound = write_jsonl(tmp_path / "sound.jsonl", [{"text": "sound"}])
-    inputs = [str(cut), str(sound)]
-    with pytest.raises(DataError, match=r"cut\.jsonl\.gz:\d+: truncated or damaged file.*--on_error skip"):
-        prepare_store(Preparation(inputs, tokenizer, tmp_path / "store"))
-    preparation = Preparation(inputs, tokenizer, tmp_path / "store", 0.0, on_error="skip")
-    store = prepare_store(preparation)
-    assert store.facts["skipped"] == {"truncated or damaged file": 1}
-    texts = [store.tokenizer().decode(ids.tolist()) for ids, _ in store.split("train").iterate()]
-    assert texts[-1] == "sound"
-    assert texts[:-1] == TEXTS[: len(texts) - 1]
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.csv", delimited(TEXTS, ",", "content")),
+        ("a.csv", delimited(as_rows(TEXTS, "content"))),
         ("a.parquet", parquet(as_table(TEXTS, "content"))),
         ("a.arrow", arrow(as_table(TEXTS, "content"), stream=True)),
     ],
@@ -230,33 +195,6 @@ def test_columns_that_are_no_text_make_the_same_records_as_lines(tmp_path: Path)
         for line, row in zip(lines, documents(tmp_path / f"{name}.parquet"), strict=True):
             for field in ("segments", "input_ids", "loss_mask", "messages", "tools"):
                 assert getattr(line, field) == getattr(row, field)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "place", "cause"),
-    [
-        ("a.csv", b"id,text\n1,one\n2\n3,three\n", 3, "wrong number of columns"),
-        ("a.csv", b'id,text\n1,"a\nb"\n2,"open\n', 4, "invalid CSV"),
-        ("a.csv", b"id,text\n1,one\n2,\xff\n", 3, "invalid UTF-8"),
-        ("a.json", b'[{"text": "one"}, {"text": "two}]', 2, "invalid JSON"),
-        ("a.json", b'[{"text": "one"} {"text": "two"}]', 2, "invalid JSON"),
-        ("a.json", b'[{"text": "one"},', 2, "invalid JSON"),
-        ("a.json", b'[{"text": "one"}, 5]', 2, "wrong type"),
-        ("a.json", b'[{"text": "one"}]\n[{"text": "two"}]', 2, "invalid JSON"),
-        ("a.json", b'[{"text": "one"}] {', 2, "invalid JSON"),
-        ("a.json", b'{"a":' * 100_000, 1, "invalid JSON"),
-        ("a.parquet", parquet(pyarrow.table({"text": ["one", None]})), 2, "wrong type"),
-        ("a.parquet", parquet(pyarrow.table({"text": [1, 2]})), 1, "wrong type"),
-        ("a.parquet", parquet(pyarrow.table({"text": [b"one", b"\xff"]})), 2, "invalid UTF-8"),
-        ("a.parquet", parquet(pyarrow.table({"text": [datetime.datetime(2020, 1, 1)]})), 1, "wrong type"),
-        ("a.parquet", parquet(pyarrow.table({"segments": [[{"text": b"one"}]]})), 1, "wrong type"),
-    ],
-)
-def test_a_bad_row_is_named_by_its_place(tmp_path: Path, name: str, content: bytes, place: int, cause: str):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(RecordError, match=rf"{name}:{place}: {cause}: ") as caught:
-        documents(tmp_path / name)
-    assert caught.value.cause == cause
 
 
 @pytest.mark.parametrize("rest", [b"x,y\r\n" * 50, b"x" * 300 + b"\n", b'","\n' * 75])
@@ -311,34 +249,6 @@ def test_a_table_without_clear_names_is_refused(tmp_path: Path, name: str, conte
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         documents(tmp_path / name)
-
-
-def test_invalid_utf8_in_a_table_costs_only_its_row(tmp_path: Path):
-    raw = pyarrow.array([b"one", b"\xff", b"three"], pyarrow.binary())
-    names = pyarrow.Array.from_buffers(pyarrow.string(), 3, raw.buffers())
-    (tmp_path / "a.parquet").write_bytes(parquet(pyarrow.table({"text": names})))
-    one, bad, three = read_records([str(tmp_path / "a.parquet")])
-    assert [parse_record(record).text() for record in (one, three)] == ["one", "three"]
-    with pytest.raises(RecordError, match=r"a\.parquet:2: invalid UTF-8"):
-        parse_record(bad)
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_one_text_of_a_dictionary_that_is_no_utf8_leaves_the_others(tmp_path: Path, name: str):
-    values = pyarrow.array([b"one", b"\xff", b"three"], pyarrow.binary()).view(pyarrow.string())
-    column = pyarrow.DictionaryArray.from_arrays(
-        pyarrow.array([0, 1, 2, 0], pyarrow.int32()), values, safe=False
-    )
-    table = pyarrow.table({"text": column})
-    if name == "a.parquet":
-        pyarrow.parquet.write_table(table, tmp_path / name)
-    else:
-        with pyarrow.ipc.new_file(tmp_path / name, table.schema) as writer:
-            writer.write_table(table)
-    one, bad, three, again = read_records([str(tmp_path / name)])
-    assert [parse_record(record).text() for record in (one, three, again)] == ["one", "three", "one"]
-    with pytest.raises(RecordError, match=rf"{name}:2: invalid UTF-8"):
-        parse_record(bad)
 
 
 def test_a_long_document_and_many_small_ones_pass_the_json_window(tmp_path: Path):
@@ -417,13 +327,6 @@ def test_of_a_saved_data_set_only_its_own_files_are_read(tmp_path: Path):
     assert texts_of(tmp_path / "saved") == texts_of(tmp_path) == TEXTS
 
 
-@pytest.mark.parametrize("suffix", COMPRESSIONS)
-def test_an_empty_compressed_file_is_damaged(tmp_path: Path, suffix: str):
-    (tmp_path / f"empty.jsonl{suffix}").touch()
-    with pytest.raises(RecordError, match="truncated or damaged file: found no bytes"):
-        texts_of(tmp_path / f"empty.jsonl{suffix}")
-
-
 def test_reading_begins_after_any_record(tmp_path: Path):
     for name in ("lines.jsonl", "comma.csv", "groups.parquet", "array.json"):
         (tmp_path / name).write_bytes(FORMATS[name])
@@ -434,23 +337,11 @@ def test_reading_begins_after_any_record(tmp_path: Path):
         assert list(read_sources(find_sources([str(tmp_path)]), after=after)) == records[index + 1 :]
 
 
-def test_a_store_is_the_same_from_lines_and_from_parquet(tmp_path: Path):
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
-
-    def files(name: str) -> dict[str, bytes]:
-        (tmp_path / name).write_bytes(FORMATS[name])
-        store = prepare_store(Preparation([str(tmp_path / name)], tokenizer, tmp_path / f"{name}-store"))
-        assert isinstance(store, TokenStore)
-        return {p.name: p.read_bytes() for p in store.path.rglob("*.bin")}
-
-    assert files("lines.jsonl") == files("groups.parquet")
-
-
 def test_a_tokenizer_is_trained_on_any_format_and_column(tmp_path: Path):
     from llm_pretrain.data.tokenizer_training import train_tokenizer
 
     (tmp_path / "a.parquet").write_bytes(parquet(as_table(TEXTS, "content")))
-    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(delimited(TEXTS, ",", "content")))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(delimited(as_rows(TEXTS, "content"))))
     made = []
     for name in ("a.parquet", "a.csv.gz"):
         output = tmp_path / f"{name}-tokenizer"
