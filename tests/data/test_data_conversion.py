@@ -7,7 +7,6 @@ import pickle
 import shutil
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 from support.corpora import make_store, make_tokenizer
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data import conversion
 from llm_pretrain.data.conversion import convert
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.data.tokenizer_training import train_tokenizer
@@ -291,35 +289,3 @@ def test_a_file_without_an_end_of_a_document_gives_a_warning(tmp_path: Path, tok
     printed = capsys.readouterr().out
     assert "not one end of a document in it" in printed
     assert "train      1 documents, 4 tokens" in printed
-
-
-def unframed(self: object, batch: object) -> object:
-    """In place of `_Reader._framed`: adds no first tokens."""
-    return batch
-
-
-def cut_before_the_end(path: Path, end_of_document: int) -> conversion.DocumentFile:
-    """In place of `open_nanogpt`: every document but the last loses its EOS to the next."""
-    file = open_nanogpt(path, end_of_document)
-    inner = file.offsets[1:-1] - 1
-    return replace(file, offsets=np.concatenate([file.offsets[:1], inner, file.offsets[-1:]]))
-
-
-open_nanogpt = conversion.open_nanogpt
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [(conversion._Reader, "_framed", unframed), (conversion, "open_nanogpt", cut_before_the_end)],
-    ids=["first tokens not added", "cut before the end instead of after it"],
-)
-def test_documents_framed_wrongly_are_detected(
-    tmp_path: Path, tokenizer: Path, fault: tuple, monkeypatch: pytest.MonkeyPatch
-):
-    """The two mistakes that keep all ids but change the targets."""
-    np.array([65, 66, EOS, 67, 68, EOS], dtype="<u2").tofile(tmp_path / "a.bin")
-    right = to_store([tmp_path / "a.bin"], tmp_path / "s", tokenizer, validation_fraction=0)
-    assert documents(right) == [[256, 65, 66, EOS], [256, 67, 68, EOS]]
-    monkeypatch.setattr(*fault)
-    wrong = to_store([tmp_path / "a.bin"], tmp_path / "w", tokenizer, validation_fraction=0)
-    assert documents(wrong) != documents(right)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -230,31 +229,6 @@ def test_changed_inputs_or_options_start_from_the_beginning(preparation: Prepara
     store = prepare_store(replace(other, notice=notices.append))
     assert notices == []
     assert all_files(store.path) == expected_files(other)
-
-
-def test_the_test_above_detects_files_that_are_not_truncated(
-    preparation: Preparation, monkeypatch: pytest.MonkeyPatch
-):
-    """Without truncation and its hash check, data written after the last commit stays in the files."""
-
-    def untruncated(self: Any, path: Path, keep: int | None = None, sha256: str = "") -> None:
-        self.path, self._hash, self.bytes = path, hashlib.sha256(), 0
-        self._file = path.open("wb" if keep is None else "ab")
-        for data in self.content():
-            self._hash.update(data)
-            self.bytes += len(data)
-
-    expected = expected_files(preparation)
-    monkeypatch.setattr(store_writer.HashedFile, "__init__", untruncated)
-    for kill_at in range(MIDDLE, MIDDLE + 60):
-        assert run_until_killed(lambda: prepare_store(preparation), kill_at)
-        try:
-            if all_files(prepare_store(replace(preparation, workers=1)).path) != expected:
-                return
-        except Exception:  # any error is a difference too
-            return
-        shutil.rmtree(preparation.output, ignore_errors=True)
-    pytest.fail("every store was the expected one")
 
 
 def test_a_second_prepare_of_one_output_is_refused(preparation: Preparation, tmp_path: Path):

@@ -79,25 +79,6 @@ def test_rows_of_different_lengths_are_exact(config):
     assert largest_ragged_error(config) < 1e-5
 
 
-def all_slots_visible(cache: KeyValueCache, ids: torch.Tensor, advance=KeyValueCache.advance) -> torch.Tensor:
-    positions = advance(cache, ids)
-    cache.mask = None if cache.mask is None else torch.ones_like(cache.mask)
-    return positions
-
-
-def positions_of_the_longest_row(
-    cache: KeyValueCache, ids: torch.Tensor, advance=KeyValueCache.advance
-) -> torch.Tensor:
-    positions = advance(cache, ids)
-    return positions.amax(0, keepdim=True).expand_as(positions)
-
-
-@pytest.mark.parametrize("mistake", [all_slots_visible, positions_of_the_longest_row])
-def test_the_comparison_detects_a_wrong_mask_and_wrong_positions(mistake, monkeypatch):
-    monkeypatch.setattr(KeyValueCache, "advance", mistake)
-    assert largest_ragged_error(DENSE) > 1e-2
-
-
 def test_rows_can_leave_and_texts_be_taken_back():
     model = make(DENSE)
     cache = KeyValueCache(DENSE.num_hidden_layers)

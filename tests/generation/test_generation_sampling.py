@@ -70,15 +70,6 @@ def test_a_text_does_not_depend_on_its_company(config):
     assert texts(model, PROMPTS[::-1], **options) == together[::-1]
 
 
-def test_one_generator_for_all_prompts_is_detected(monkeypatch):
-    model = make(DENSE)
-    alone = texts(model, [PROMPTS[1]])[0]
-    assert texts(model, PROMPTS)[1] == alone
-    shared = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(torch, "Generator", lambda: shared)
-    assert texts(model, PROMPTS)[1] != alone
-
-
 def test_seeds_decide_and_the_global_state_is_left_alone():
     model = make(DENSE)
     state = torch.random.get_rng_state()
