@@ -143,6 +143,7 @@ def one_step(tree: dict[str, Any], folder: Path) -> int:
 
 
 @pytest.mark.fuzz
+@pytest.mark.slow
 def test_whatever_is_accepted_trains(
     plain_store: Path, masked_store: Path, tmp_path_factory: pytest.TempPathFactory
 ):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import torch
 
 from llm_pretrain.config.loading import from_dict, validate
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.training.model_setup import build_model
 
 
 def config(**settings: object) -> Config:
@@ -18,6 +23,20 @@ def config(**settings: object) -> Config:
         section, _, field = name.partition("__")
         tree.setdefault(section, {})[field] = value
     return from_dict(tree)
+
+
+def sources(*entries: dict[str, Any]) -> dict[str, object]:
+    return {"data__sources": [*entries]}
+
+
+def mixed(weights: Sequence[float], *changes: tuple[int, list[float]]) -> dict[str, object]:
+    """Two sources, and at which steps their weights become which."""
+    entries = [{"store": name, "weight": weight} for name, weight in zip("ab", weights, strict=True)]
+    steps = [{"step": step, "weights": changed} for step, changed in changes]
+    return {"data__sources": entries, "data__weight_changes": steps}
+
+
+YARN, FOURFOLD = {"model__rope_type": "yarn"}, {"model__rope_factor": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -54,34 +73,26 @@ def config(**settings: object) -> Config:
         ("model.router_bias_update_rate", {"model__router_bias_update_rate": 0.001}),
         ("model.rope_factor", {"model__rope_factor": 4.0}),
         ("model.rope_factor", {"model__rope_type": "linear", "model__rope_factor": 0.5}),
-        ("model.rope_factor", {"model__rope_type": "yarn", "model__rope_factor": 0.5}),
-        ("model.rope_factor", {"model__rope_type": "yarn", "model__rope_factor": 0.0}),
+        ("model.rope_factor", {**YARN, "model__rope_factor": 0.5}),
+        ("model.rope_factor", {**YARN, "model__rope_factor": 0.0}),
         ("model.original_max_position_embeddings", {"model__original_max_position_embeddings": 64}),
         (
             "model.original_max_position_embeddings",
             {"model__rope_type": "linear", "model__original_max_position_embeddings": 64},
         ),
         ("model.original_max_position_embeddings", {"model__original_max_position_embeddings": 0}),
-        ("model.max_position_embeddings", {"model__rope_type": "yarn", "model__rope_factor": 3.0}),
+        ("model.max_position_embeddings", {**YARN, "model__rope_factor": 3.0}),
         (
             "model.max_position_embeddings",
-            {
-                "model__rope_type": "yarn",
-                "model__rope_factor": 4.0,
-                "model__original_max_position_embeddings": 65536,
-            },
+            {**YARN, **FOURFOLD, "model__original_max_position_embeddings": 65536},
         ),
         (
             "model.max_position_embeddings",
-            {
-                "model__rope_type": "yarn",
-                "model__rope_factor": 4.0,
-                "model__original_max_position_embeddings": 4096,
-            },
+            {**YARN, **FOURFOLD, "model__original_max_position_embeddings": 4096},
         ),
         (
             "model.rope_theta",
-            {"model__rope_type": "yarn", "model__rope_factor": 2.0, "model__rope_theta": 0.5},
+            {**YARN, "model__rope_factor": 2.0, "model__rope_theta": 0.5},
         ),
         ("model.router_bias_update_rate", {"model__router_bias_update_rate": -1.0}),
         ("optimizer.adam_beta1", {"optimizer__adam_beta1": 1.0}),
@@ -116,9 +127,35 @@ def config(**settings: object) -> Config:
         ("model.init_from", {"model__init_from": ""}),
         ("run.output_dir", {"run__output_dir": __file__}),
         ("data.sources", {"data__sources": []}),
-        ("data.sources[0].weight", {"data__sources": [{"store": "x", "weight": 0}]}),
-        ("data.sources[1].weight", {"data__sources": [{"store": "x"}, {"store": "y", "weight": -1}]}),
-        ("data.sources[0].store", {"data__sources": [{"store": " "}]}),
+        ("data.sources[0].weight", sources({"store": "x", "weight": 0})),
+        ("data.sources[1].weight", sources({"store": "x"}, {"store": "y", "weight": -1})),
+        ("data.sources[0].store", sources({"store": " "})),
+        ("data.sources[1].name", sources({"store": "x/same"}, {"store": "y/same"})),
+        ("data.sources[1].name", sources({"store": "x/b"}, {"store": "y/c", "name": "b"})),
+        ("data.sources[0].name", sources({"store": "my store"}, {"store": "b"})),
+        ("data.sources[0].name", sources({"store": "über"}, {"store": "b"})),
+        ("data.sources[0].name", sources({"store": "/"}, {"store": "b"})),
+        ("data.sources[0].name", sources({"store": "a", "name": "x/y"})),
+        ("data.sources[0].name", sources({"store": "a", "name": ""})),
+        ("data.sources[0].name", sources({"store": "a", "name": "x" * 65}, {"store": "b"})),
+        ("data.sources[0].name", sources({"store": "a", "name": ".."}, {"store": "b"})),
+        ("data.sources[0].weight", mixed([0, 1])),
+        ("data.sources[0].weight", mixed([0, 1], (3, [0, 1]))),
+        ("data.sources[1].weight", mixed([1, float("nan")])),
+        ("data.sources[1].weight", mixed([1, -1], (3, [1, 1]))),
+        ("data.sources", mixed([0, 0], (3, [1, 1]))),
+        ("data.sources[0].weight", mixed([1.5e308, 1])),
+        ("data.weight_changes[0].step", mixed([1, 1], (-1, [1, 1]))),
+        ("data.weight_changes[1].step", mixed([1, 1], (5, [1, 1]), (5, [1, 1]))),
+        ("data.weight_changes[1].step", mixed([1, 1], (5, [1, 1]), (4, [1, 1]), (6, [1, 1]))),
+        ("data.weight_changes[0].weights", mixed([1, 1], (5, [1]))),
+        ("data.weight_changes[0].weights", mixed([1, 1], (5, [1, 1, 1]))),
+        ("data.weight_changes[0].weights", mixed([1, 1], (5, []))),
+        ("data.weight_changes[0].weights", mixed([1, 1], (5, [0, 0]))),
+        ("data.weight_changes[0].weights[0]", mixed([1, 1], (5, [1.5e308, 1]))),
+        ("data.weight_changes[0].weights[1]", mixed([1, 1], (5, [1, -0.5]))),
+        ("data.weight_changes[0].weights[0]", mixed([1, 1], (5, [float("inf"), 1]))),
+        ("data.weight_changes[0].weights[0]", mixed([1, 1], (5, [float("nan"), 1]))),
     ],
 )
 def test_one_wrong_value_is_one_line_that_names_it(field, settings):
@@ -152,6 +189,12 @@ def test_plain_run_names_pass(name):
         {"training__sequence_length": 32768},
         {"checkpoint__resume": "/"},
         {"schedule__name": "wsd", "schedule__decay_steps": 1000},
+        sources({"store": "x/same"}, {"store": "y/same", "name": "other"}),
+        sources({"store": "my store"}),
+        sources({"store": "my store", "name": "mine"}, {"store": "b.2-x_"}),
+        mixed([1, 0], (5, [0, 1])),
+        mixed([1, 1], (0, [1, 2]), (10**9, [0.0, 3])),
+        sources({"store": "a"}) | {"data__weight_changes": [{"step": 5, "weights": [2]}]},
     ],
 )
 def test_values_on_the_edge_pass(settings):
@@ -327,3 +370,44 @@ def test_the_sizes_that_would_work_do(total, micro, world_size):
 def test_data_may_be_left_out_where_no_run_needs_it():
     assert validate(Config(), needs_data=False) == []
     assert len(validate(Config())) == 1
+
+
+def test_a_name_that_stands_twice_is_reported_with_both_places():
+    (line,) = validate(config(**sources(*({"store": name} for name in ("x/same", "b", "y/same")))))
+    assert line.startswith("data.sources[2].name: ")
+    assert "data.sources[0]" in line
+    assert "'same'" in line
+
+
+def test_samples_fit_into_the_model():
+    sizes = {"model__max_position_embeddings": 64, "training__sequence_length": 32}
+    sizes |= {"evaluation__sample_prompts": ["a"], "evaluation__sample_tokens": 64}
+    (line,) = validate(config(**sizes))
+    assert re.match(r"evaluation\.sample_tokens: expected less than .* = 64, found 64", line)
+    assert validate(config(**sizes | {"evaluation__sample_tokens": 63})) == []
+    assert validate(config(**sizes | {"evaluation__sample_prompts": []})) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "settings", "words"),
+    [
+        ("varlen", {"training__precision": "fp32"}, "training.precision fp32"),
+        ("varlen", {"model__attention_dropout": 0.1}, "model.attention_dropout 0.1"),
+        ("flex", {"model__attention_dropout": 0.1}, "model.attention_dropout 0.1"),
+    ],
+)
+def test_a_kernel_that_other_fields_exclude_is_refused_by_name(value: str, settings: dict, words: str):
+    kernel, bf16 = {"training__attention_implementation": value}, {"training__precision": "bf16"}
+    (line,) = validate(config(**bf16 | kernel | settings))
+    assert re.match(rf"training\.attention_implementation: .*{re.escape(words)}", line)
+    assert f"found {value}" in line
+    assert validate(config(**bf16 | settings)) == validate(config(**bf16 | kernel)) == []
+
+
+@pytest.mark.parametrize("value", ["varlen", "flex"])
+def test_a_kernel_for_cuda_is_refused_on_a_cpu(value: str):
+    asked = config(training__attention_implementation=value, training__precision="bf16", model__vocab_size=64)
+    with pytest.raises(
+        ConfigError, match=rf"^training\.attention_implementation: .* found {value}, which needs CUDA$"
+    ):
+        build_model(asked, torch.device("cpu"))
