@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import hashlib
 import json
 import lzma
 import os
@@ -22,7 +21,7 @@ import numpy as np
 import pyarrow
 import pytest
 import zstandard
-from support.corpora import edit_facts, make_texts, make_tokenizer, write_jsonl
+from support.corpora import edit_facts, forge_digests, make_texts, make_tokenizer, write_jsonl
 from support.fork_server import python_path
 from support.launching import launch, run_options, train
 from support.measured import run_measured
@@ -506,20 +505,36 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_store(preparation).path
 
 
-def rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def apply(store: Path) -> None:
-        (store / name).write_bytes(change((store / name).read_bytes()))
-
-    return apply
+Damage = Callable[[Path], object]
 
 
-def numbers(name: str, dtype: str, change: Callable[[np.ndarray], object]) -> Callable[[Path], None]:
+def rewrite(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    return lambda store: (store / name).write_bytes(change((store / name).read_bytes()))
+
+
+def unlink(name: str) -> Damage:
+    return lambda store: (store / name).unlink()
+
+
+def number(name: str, dtype: str, place: int, value: int) -> Damage:
+    """One number of a file, with the digests that fit."""
+
     def apply(store: Path) -> None:
         values = np.fromfile(store / name, dtype=dtype)
-        change(values)
+        values[place] = value
         values.tofile(store / name)
+        forge_digests(store)
 
     return apply
+
+
+def forged(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    """As `rewrite`, with the digests that fit."""
+    return lambda store: (rewrite(name, change)(store), forge_digests(store))
+
+
+def edit(**changes: object) -> Damage:
+    return rewrite("store.json", lambda data: json.dumps(json.loads(data) | changes).encode())
 
 
 def swap(store: Path) -> None:
@@ -528,10 +543,6 @@ def swap(store: Path) -> None:
     first.rename(store / "other")
     second.rename(first)
     (store / "other").rename(second)
-
-
-def edit(**changes: object) -> Callable[[Path], None]:
-    return rewrite("store.json", lambda data: json.dumps(json.loads(data) | changes).encode())
 
 
 def swap_tokenizer(store: Path) -> None:
@@ -545,92 +556,58 @@ def swap_letters(store: Path) -> None:
     file.write_text(file.read_text().replace('"a":', '"?":').replace('"b":', '"a":').replace('"?":', '"b":'))
 
 
-def no_targets(content: dict) -> None:
-    content["splits"]["train"]["targets"] = 0
+def mask_all(store: Path) -> None:
+    edit_facts(store, lambda facts: facts["splits"]["train"].update(targets=0))
+    forged(MASK, zeros)(store)
 
 
-def forge(store: Path) -> None:
-    """Gives every file the size and the digests that store.json should have of it."""
+def zeros(data: bytes) -> bytes:
+    return bytes(len(data))
 
-    def digests(content: dict) -> None:
-        for name, entry in content["files"].items():
-            data = (store / name).read_bytes()
-            digest = hashlib.sha256(data).hexdigest()
-            entry.update(bytes=len(data), sha256=digest, sample=digest)
 
-    edit_facts(store, digests)
+def longer(data: bytes) -> bytes:
+    return data + b"x"
+
+
+def shorter(data: bytes) -> bytes:
+    return data[:-1]
 
 
 SHARD, OFFSETS, MASK = "train/tokens-00000.bin", "train/offsets.bin", "train/loss_mask.bin"
-DAMAGE: dict[str, tuple[tuple[Callable[[Path], object], ...], str]] = {
-    "a shard of odd length": (
-        (rewrite(SHARD, lambda data: data + b"x"),),
-        f"{SHARD}: expected 600 bytes, found 601",
-    ),
-    "a shard cut": ((rewrite(SHARD, lambda data: data[:-1]),), f"{SHARD}: expected 600 bytes, found 599"),
-    "a shard of odd length, with its digest": (
-        (rewrite(SHARD, lambda data: data + b"x"), forge),
-        f"{SHARD}: expected 300 numbers of uint16, found 601",
-    ),
-    "a shard of zeros": ((rewrite(SHARD, lambda data: bytes(len(data))),), f"{SHARD}: expected unaltered"),
-    "a shard missing": ((lambda store: (store / SHARD).unlink(),), f"{SHARD}: expected a file of the token"),
-    "shards exchanged": ((swap,), f"{SHARD}: expected unaltered contents"),
+FACTS, TOKENIZER = "store.json", "tokenizer/tokenizer.json"
+DAMAGE: dict[str, tuple[Damage, str]] = {
+    "a shard of odd length": (rewrite(SHARD, longer), f"{SHARD}: expected 600 bytes, found 601"),
+    "a shard cut": (rewrite(SHARD, shorter), f"{SHARD}: expected 600 bytes, found 599"),
+    "a shard of odd length, forged": (forged(SHARD, longer), f"{SHARD}: expected 300 .* uint16, found 601"),
+    "a shard of zeros": (rewrite(SHARD, zeros), f"{SHARD}: expected unaltered"),
+    "a shard missing": (unlink(SHARD), f"{SHARD}: expected a file of the token"),
+    "shards exchanged": (swap, f"{SHARD}: expected unaltered contents"),
     "store.json edited": (
-        (rewrite("store.json", lambda data: data.replace(b'"<u2"', b'"<u4"')),),
-        "store.json: expected unaltered contents",
+        rewrite(FACTS, lambda data: data.replace(b'"<u2"', b'"<u4"')),
+        f"{FACTS}: expected unaltered contents",
     ),
-    "store.json without its digest": (
-        (edit(sha256=None),),
-        r"store.json: expected unaltered contents \(SHA-256 None",
-    ),
-    "store.json of very deep JSON": (
-        (rewrite("store.json", lambda data: b"[" * 100_000),),
-        "store.json: expected JSON",
-    ),
-    "another format": ((edit(format="another"),), "expected format"),
-    "a newer format": ((edit(format_version=99),), "expected format_version 1, found 99"),
-    "another tokenizer": ((swap_tokenizer,), "tokenizer/tokenizer.json: expected"),
-    "a tokenizer of the same size": ((swap_letters,), "expected the tokenizer that wrote the store"),
-    "no tokenizer": (
-        (lambda store: (store / "tokenizer/tokenizer.json").unlink(),),
-        "tokenizer/tokenizer.json: expected a file",
-    ),
-    "offsets that fall": (
-        (numbers(OFFSETS, "<i8", lambda n: n.__setitem__(5, 0)), forge),
-        f"{OFFSETS}: expected rising offsets",
-    ),
-    "offsets that rise too far": (
-        (numbers(OFFSETS, "<i8", lambda n: n.__setitem__(5, 1 << 62)), forge),
-        f"{OFFSETS}: expected rising",
-    ),
-    "offsets from 1 on": (
-        (numbers(OFFSETS, "<i8", lambda n: n.__setitem__(0, 1)), forge),
-        f"{OFFSETS}: expected offsets from 0",
-    ),
-    "a document over two shards": (
-        (numbers(OFFSETS, "<i8", lambda n: n.__setitem__(10, 301)), forge),
-        f"{OFFSETS}: expected every shard to",
-    ),
-    "an offset missing": (
-        (rewrite(OFFSETS, lambda data: data[:-8]), forge),
-        f"{OFFSETS}: expected .* numbers",
-    ),
+    "store.json without its digest": (edit(sha256=None), rf"{FACTS}: expected unaltered .* \(SHA-256 None"),
+    "store.json of very deep JSON": (rewrite(FACTS, lambda _: b"[" * 100_000), f"{FACTS}: expected JSON"),
+    "store.json cut": (rewrite(FACTS, lambda data: data[:99]), f"{FACTS}: expected JSON"),
+    "another format": (edit(format="another"), "expected format"),
+    "a newer format": (edit(format_version=99), "expected format_version 1, found 99"),
+    "another tokenizer": (swap_tokenizer, f"{TOKENIZER}: expected"),
+    "a tokenizer of the same size": (swap_letters, "expected the tokenizer that wrote the store"),
+    "no tokenizer": (unlink(TOKENIZER), f"{TOKENIZER}: expected a file"),
+    "offsets that fall": (number(OFFSETS, "<i8", 5, 0), f"{OFFSETS}: expected rising offsets"),
+    "offsets that rise too far": (number(OFFSETS, "<i8", 5, 1 << 62), f"{OFFSETS}: expected rising"),
+    "offsets from 1 on": (number(OFFSETS, "<i8", 0, 1), f"{OFFSETS}: expected offsets from 0"),
+    "a document over two shards": (number(OFFSETS, "<i8", 10, 301), f"{OFFSETS}: expected every shard to"),
+    "an offset missing": (forged(OFFSETS, lambda data: data[:-8]), f"{OFFSETS}: expected .* numbers"),
     "ids beyond the vocabulary": (
-        (numbers(SHARD, "<u2", lambda n: n.__setitem__(77, 60000)), forge),
+        number(SHARD, "<u2", 77, 60000),
         f"{SHARD}: expected token ids below vocab_size 259, found 60000 at 77",
     ),
-    "a mask too short": (
-        (rewrite(MASK, lambda data: data[:-1]), forge),
-        f"{MASK}: expected .* numbers of uint8",
-    ),
-    "a mask too long": ((rewrite(MASK, lambda data: data + b"x"), forge), f"{MASK}: expected .* numbers"),
-    "a mask of other bits": ((rewrite(MASK, lambda data: bytes(len(data))),), f"{MASK}: expected unaltered"),
-    "no token to train on": (
-        (rewrite(MASK, lambda data: bytes(len(data))), lambda store: edit_facts(store, no_targets), forge),
-        "expected tokens to train on, found all [0-9]+ masked",
-    ),
-    "no store": ((lambda store: (store / "store.json").unlink(),), "expected a folder with store.json"),
-    "store.json cut": ((rewrite("store.json", lambda data: data[:99]),), "store.json: expected JSON"),
+    "a mask too short": (forged(MASK, shorter), f"{MASK}: expected .* numbers of uint8"),
+    "a mask too long": (forged(MASK, longer), f"{MASK}: expected .* numbers"),
+    "a mask of other bits": (rewrite(MASK, zeros), f"{MASK}: expected unaltered"),
+    "no token to train on": (mask_all, "expected tokens to train on, found all [0-9]+ masked"),
+    "no store": (unlink(FACTS), "expected a folder with store.json"),
 }
 """What is done to a store, and what is said of it."""
 SAMPLED = ("shards exchanged", "a shard of zeros", "a mask of other bits")
@@ -647,9 +624,8 @@ def test_a_damaged_store_ends_a_run_before_its_first_step(
 ):
     store = Path(shutil.copytree(sharded, here / "store"))
     token_store.TokenStore(store)  # sound, and already verified once in this process
-    changes, message = DAMAGE[name]
-    for change in changes:
-        change(store)
+    damage, message = DAMAGE[name]
+    damage(store)
     assert train(*short_options(store, here / "run")) == 65
     error = capsys.readouterr().err
     assert re.search(message, error), error
@@ -664,9 +640,8 @@ def test_of_a_large_store_samples_are_compared(
 ):
     monkeypatch.setattr(token_store, "VERIFY_LIMIT", 0)
     store = Path(shutil.copytree(sharded, here / "store"))
-    changes, message = DAMAGE[name]
-    for change in changes:
-        change(store)
+    damage, message = DAMAGE[name]
+    damage(store)
     assert train(*short_options(store, here / "run")) == 65
     error = capsys.readouterr().err
     assert re.search(message + r".*sample", error), error
@@ -680,8 +655,7 @@ def test_ids_beyond_the_vocabulary_of_a_large_store_are_never_trained_on(
     monkeypatch.setattr(token_store, "VERIFY_LIMIT", 0)
     store = Path(shutil.copytree(sharded, here / "store"))
     for file in sorted((store / "train").glob("tokens-*")):
-        numbers(f"train/{file.name}", "<u2", lambda n: n.__setitem__(29, 60000))(store)
-    forge(store)
+        number(f"train/{file.name}", "<u2", 29, 60000)(store)
     assert train(*short_options(store, here / "run")) == 65
     assert "expected token ids below vocab_size 259, found 60000 in sequence" in capsys.readouterr().err
     rows = (here / "run" / "metrics.jsonl").read_text().splitlines()
