@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from llm_pretrain.config.evaluation_config import EvaluationConfig, PredictedLoss
 from llm_pretrain.config.loading import from_dict, validate
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config
@@ -411,3 +412,49 @@ def test_a_kernel_for_cuda_is_refused_on_a_cpu(value: str):
         ConfigError, match=rf"^training\.attention_implementation: .* found {value}, which needs CUDA$"
     ):
         build_model(asked, torch.device("cpu"))
+
+
+CURVE = [PredictedLoss(10, 4.0, 3.8, 4.2), PredictedLoss(20, 3.0, 2.9, 3.3)]
+
+
+def test_it_is_interpolated_between_its_steps():
+    config = EvaluationConfig(prediction=CURVE)
+    assert config.predicted(10) == CURVE[0]
+    assert config.predicted(15) == PredictedLoss(15, 3.5, pytest.approx(3.35), pytest.approx(3.75))
+    assert config.predicted(20) == CURVE[1]
+    assert config.predicted(9) is None
+    assert config.predicted(21) is None
+    uneven = [
+        PredictedLoss(0, 9.0, 0.1, 99.0),
+        PredictedLoss(3, 0.7, 0.1, 99.0),
+        PredictedLoss(7, 0.3, 0.2, 0.6),
+    ]
+    config = EvaluationConfig(prediction=uneven)
+    assert [config.predicted(each.step) for each in uneven] == uneven, "to the last bit"
+    between = config.predicted(1)
+    assert between is not None
+    assert between.losses[1:] == (0.1, 99.0)
+
+
+def test_one_entry_is_of_its_step_alone():
+    config = EvaluationConfig(prediction=CURVE[:1])
+    assert config.predicted(10) == CURVE[0]
+    assert config.predicted(11) is None
+    assert EvaluationConfig().predicted(0) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([CURVE[1], CURVE[0]], r"evaluation.prediction\[1\].step: expected 21 or more, found 10"),
+        ([PredictedLoss(-1, 1.0, 1.0, 1.0)], r"prediction\[0\].step: expected 0 or more, found -1"),
+        (
+            [PredictedLoss(1, 1.0, 1.1, 1.2)],
+            "0 < low <= loss <= high < infinity, found 1.1, 1 and 1.2",
+        ),
+        ([PredictedLoss(1, 1.0, 0.9, float("inf"))], "found 0.9, 1 and inf"),
+    ],
+)
+def test_wrong_ones_are_named(wrong: list[PredictedLoss], message: str):
+    (line,) = EvaluationConfig(prediction=wrong).check()
+    assert re.search(message, line)
