@@ -209,7 +209,14 @@ def test_a_warm_up_longer_than_the_run_says_what_to_do():
 
 FSDP = {"distributed__strategy": "fsdp"}
 PP2, PP4 = (FSDP | {"pp_size": size} for size in (2, 4))
+TP4 = FSDP | {"tp_size": 4, "model__num_attention_heads": 8, "model__num_key_value_heads": 4}
+EP4 = {"dp_replicate_size": 2, "dp_shard_size": 4, "ep_size": 4, "model__num_experts": 8}
 SHALLOW = {"model__num_hidden_layers": 3}
+ONE_AT_A_TIME = {"training__micro_batch_size": 1, "training__global_batch_size": 64}
+
+
+def in_full(settings: dict[str, object]) -> dict[str, object]:
+    return {name if "__" in name else f"distributed__{name}": value for name, value in settings.items()}
 
 
 @pytest.mark.parametrize(
@@ -256,42 +263,37 @@ SHALLOW = {"model__num_hidden_layers": 3}
          {**FSDP, "cp_size": 2, "training__float8": True, "training__sequence_length": 48}),
         (2, "training.global_batch_size: expected micro batches a step in multiples of 2",
          {**PP2, "pp_schedule": "interleaved_1f1b", "training__global_batch_size": 7}),
+        (8, "model.num_key_value_heads: expected a multiple of distributed.tp_size = 4, found 2",
+         {**TP4, "model__num_attention_heads": 6, "model__num_key_value_heads": 2, "model__head_dim": 8}),
+        (8, "model.intermediate_size: expected a multiple of distributed.tp_size = 4, found 66",
+         {**TP4, "model__intermediate_size": 66}),
+        (8, "model.n_shared_experts * expert width: expected a multiple of distributed.tp_size = 4, found 66",
+         {**TP4, "model__num_experts": 4, "model__n_shared_experts": 2, "model__moe_intermediate_size": 33}),
+        (8, "model.vocab_size: expected a multiple of distributed.tp_size = 4, found 258",
+         {**TP4, "model__vocab_size": 258}),
+        (8, "optimizer.name: expected adamw with distributed.tp_size = 4, found muon",
+         {**TP4, "optimizer__name": "muon"}),
+        (8, "training.loss_implementation: expected auto or fused with distributed.tp_size = 4, found full",
+         {**TP4, "training__loss_implementation": "full"}),
+        (8, "training.float8: expected false with distributed.tp_size = 4, found true",
+         {**TP4, "training__float8": True, "training__precision": "bf16"}),
     ],
 )  # fmt: skip
 def test_a_mesh_that_does_not_fit_is_named(world_size: int, problem: str, settings: dict[str, object]):
-    named = {name if "__" in name else f"distributed__{name}": value for name, value in settings.items()}
-    batch = {"training__micro_batch_size": 1, "training__global_batch_size": 64}
-    found = validate(config(**batch | named), world_size)
-    assert len(found) == 1
-    assert found[0].startswith(problem)
+    (found,) = validate(config(**ONE_AT_A_TIME | in_full(settings)), world_size)
+    assert found.startswith(problem)
 
 
 @pytest.mark.parametrize(
-    ("problem", "settings"),
+    ("world_size", "settings"),
     [
-        ("model.num_key_value_heads: expected a multiple of distributed.tp_size = 4, found 2",
-         {"model__num_attention_heads": 6, "model__num_key_value_heads": 2, "model__head_dim": 8}),
-        ("model.intermediate_size: expected a multiple of distributed.tp_size = 4, found 66",
-         {"model__intermediate_size": 66}),
-        ("model.n_shared_experts * expert width: expected a multiple of distributed.tp_size = 4, found 66",
-         {"model__num_experts": 4, "model__n_shared_experts": 2, "model__moe_intermediate_size": 33}),
-        ("model.vocab_size: expected a multiple of distributed.tp_size = 4, found 258",
-         {"model__vocab_size": 258}),
-        ("optimizer.name: expected adamw with distributed.tp_size = 4, found muon",
-         {"optimizer__name": "muon"}),
-        ("training.loss_implementation: expected auto or fused with distributed.tp_size = 4, found full",
-         {"training__loss_implementation": "full"}),
-        ("training.float8: expected false with distributed.tp_size = 4, found true",
-         {"training__float8": True, "training__precision": "bf16"}),
+        (1, {**FSDP, **EP4}),
+        (8, {**FSDP, **EP4}),
+        (8, TP4),
     ],
-)  # fmt: skip
-def test_what_tensor_parallelism_cannot_divide_is_named(problem: str, settings: dict[str, object]):
-    mesh = {**FSDP, "distributed__tp_size": 4}
-    shape = {"model__num_attention_heads": 8, "model__num_key_value_heads": 4}
-    batch = {"training__micro_batch_size": 1, "training__global_batch_size": 64}
-    assert not [line for line in validate(config(**batch | mesh | shape), 8) if "tp_size" in line]
-    (found,) = validate(config(**batch | mesh | shape | settings), 8)
-    assert found.startswith(problem)
+)
+def test_a_mesh_that_fits_and_one_process_are_accepted(world_size: int, settings: dict[str, object]):
+    assert not validate(config(**ONE_AT_A_TIME | in_full(settings)), world_size)
 
 
 def test_a_vocabulary_that_is_not_known_yet_is_a_multiple_of_64():
@@ -305,13 +307,6 @@ def test_a_vocabulary_that_is_not_known_yet_is_a_multiple_of_64():
     (found,) = validate(config(**FSDP, **shape, **batch, distributed__tp_size=3), 3)
     assert found.startswith("distributed.tp_size: expected a divisor of 64, of which the vocabulary")
     assert not validate(config(**FSDP, **shape, **batch, distributed__tp_size=3, model__vocab_size=258), 3)
-
-
-@pytest.mark.parametrize("world_size", [1, 8])
-def test_a_mesh_that_fits_and_one_process_are_accepted(world_size: int):
-    sizes = {"distributed__dp_replicate_size": 2, "distributed__dp_shard_size": 4, "distributed__ep_size": 4}
-    mixture = {"model__num_experts": 8, "training__micro_batch_size": 1, "training__global_batch_size": 64}
-    assert not validate(config(**FSDP, **sizes, **mixture), world_size)
 
 
 def test_all_contradictions_are_found_at_once():

@@ -260,31 +260,23 @@ SCRIPT = """if __name__ == "__main__":
 """
 
 
-def start_with_a_worker(store: TokenStore, folder: Path, seconds: float) -> subprocess.Popen[str]:
-    """A process that takes one batch, prints its children's ids, waits and ends in the midst of an epoch."""
-    script = folder / "script.py"
+@pytest.mark.parametrize("is_killed", [False, True], ids=["ends", "killed"])
+def test_workers_end_with_the_training_process(masked_store: TokenStore, tmp_path: Path, is_killed: bool):
+    """It takes one batch, prints its children's ids, and ends in the midst of an epoch without waiting."""
+    script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": python_path(*Path(__file__).parents[1:3])}
-    command = [sys.executable, str(script), str(store.path), str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def test_workers_end_when_the_training_process_is_killed(masked_store: TokenStore, tmp_path: Path):
-    with start_with_a_worker(masked_store, tmp_path, 60) as process:
+    command = [sys.executable, str(script), str(masked_store.path), "60" if is_killed else "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout
         children = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
-        process.kill()
+        try:
+            assert is_killed or process.wait(timeout=300) == 0
+        finally:
+            process.kill()
     assert len(children) >= 2  # the worker and what started it
     _, alive = psutil.wait_procs(children, timeout=120)
     assert not alive
-
-
-def test_a_process_does_not_wait_for_workers_when_it_ends(masked_store: TokenStore, tmp_path: Path):
-    with start_with_a_worker(masked_store, tmp_path, 0) as process:
-        try:
-            assert process.wait(timeout=300) == 0
-        finally:
-            process.kill()
 
 
 def test_the_digest_stays_on_the_cpu_and_the_rest_moves(store: TokenStore):

@@ -79,7 +79,7 @@ def trained(request: pytest.FixtureRequest, training_files: list[str], tmp_path_
     return Trained(request.param, open_tokenizer(folder), auto, processor)
 
 
-@fuzzed(150)
+@fuzzed(100)
 @given(text=ANY_TEXT)
 def test_encoding_is_lossless_and_sentencepieces(trained: Trained, text: str):
     tokenizer, auto = trained.tokenizer, trained.auto
