@@ -203,9 +203,9 @@ def with_another_tokenizer(preparation: Preparation) -> Preparation:
     return replace(preparation, tokenizer=make_tokenizer(folder, bos=False))
 
 
-def with_damage(preparation: Preparation) -> Preparation:
-    file = next(Path(preparation.output).with_name(".store.partial").rglob("store/**/offsets.bin"))
-    file.write_bytes(file.read_bytes()[:8])
+def with_damage(preparation: Preparation, name: str, change: Callable[[bytes], bytes]) -> Preparation:
+    file = Path(preparation.output).with_name(".store.partial") / "store" / "train" / name
+    file.write_bytes(change(file.read_bytes()))
     return preparation
 
 
@@ -216,7 +216,10 @@ CHANGES: dict[str, Callable[[Preparation], Preparation]] = {
     "a tokenizer": with_another_tokenizer,
     "text, renamed": lambda preparation: with_other_text(preparation, shutil.move),
     "text, copied": lambda preparation: with_other_text(preparation, shutil.copy2),
-    "damage": with_damage,
+    "a file cut": lambda preparation: with_damage(preparation, "offsets.bin", lambda data: data[:8]),
+    "a shard of zeros": lambda preparation: with_damage(
+        preparation, "tokens-00000.bin", lambda data: bytes(len(data))
+    ),
 }
 
 
