@@ -203,8 +203,16 @@ def with_another_tokenizer(preparation: Preparation) -> Preparation:
     return replace(preparation, tokenizer=make_tokenizer(folder, bos=False))
 
 
+def shorter(data: bytes) -> bytes:
+    return data[:8]
+
+
+def zeros(data: bytes) -> bytes:
+    return bytes(len(data))
+
+
 def with_damage(preparation: Preparation, name: str, change: Callable[[bytes], bytes]) -> Preparation:
-    file = Path(preparation.output).with_name(".store.partial") / "store" / "train" / name
+    file = Path(preparation.output).with_name(".store.partial") / name
     file.write_bytes(change(file.read_bytes()))
     return preparation
 
@@ -216,10 +224,9 @@ CHANGES: dict[str, Callable[[Preparation], Preparation]] = {
     "a tokenizer": with_another_tokenizer,
     "text, renamed": lambda preparation: with_other_text(preparation, shutil.move),
     "text, copied": lambda preparation: with_other_text(preparation, shutil.copy2),
-    "a file cut": lambda preparation: with_damage(preparation, "offsets.bin", lambda data: data[:8]),
-    "a shard of zeros": lambda preparation: with_damage(
-        preparation, "tokens-00000.bin", lambda data: bytes(len(data))
-    ),
+    "offsets cut": lambda preparation: with_damage(preparation, "store/train/offsets.bin", shorter),
+    "keys cut": lambda preparation: with_damage(preparation, "document-keys", shorter),
+    "a shard of zeros": lambda preparation: with_damage(preparation, "store/train/tokens-00000.bin", zeros),
 }
 
 
