@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import torch
 
+from llm_pretrain.config.evaluation_config import EvaluationConfig, PredictedLoss
 from llm_pretrain.config.loading import from_dict, validate
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.training.model_setup import build_model
 
 
 def config(**settings: object) -> Config:
@@ -18,6 +24,20 @@ def config(**settings: object) -> Config:
         section, _, field = name.partition("__")
         tree.setdefault(section, {})[field] = value
     return from_dict(tree)
+
+
+def sources(*entries: dict[str, Any]) -> dict[str, object]:
+    return {"data__sources": [*entries]}
+
+
+def mixed(weights: Sequence[float], *changes: tuple[int, list[float]]) -> dict[str, object]:
+    """Two sources, and at which steps their weights become which."""
+    entries = [{"store": name, "weight": weight} for name, weight in zip("ab", weights, strict=True)]
+    steps = [{"step": step, "weights": changed} for step, changed in changes]
+    return {"data__sources": entries, "data__weight_changes": steps}
+
+
+YARN, FOURFOLD = {"model__rope_type": "yarn"}, {"model__rope_factor": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -54,34 +74,26 @@ def config(**settings: object) -> Config:
         ("model.router_bias_update_rate", {"model__router_bias_update_rate": 0.001}),
         ("model.rope_factor", {"model__rope_factor": 4.0}),
         ("model.rope_factor", {"model__rope_type": "linear", "model__rope_factor": 0.5}),
-        ("model.rope_factor", {"model__rope_type": "yarn", "model__rope_factor": 0.5}),
-        ("model.rope_factor", {"model__rope_type": "yarn", "model__rope_factor": 0.0}),
+        ("model.rope_factor", {**YARN, "model__rope_factor": 0.5}),
+        ("model.rope_factor", {**YARN, "model__rope_factor": 0.0}),
         ("model.original_max_position_embeddings", {"model__original_max_position_embeddings": 64}),
         (
             "model.original_max_position_embeddings",
             {"model__rope_type": "linear", "model__original_max_position_embeddings": 64},
         ),
         ("model.original_max_position_embeddings", {"model__original_max_position_embeddings": 0}),
-        ("model.max_position_embeddings", {"model__rope_type": "yarn", "model__rope_factor": 3.0}),
+        ("model.max_position_embeddings", {**YARN, "model__rope_factor": 3.0}),
         (
             "model.max_position_embeddings",
-            {
-                "model__rope_type": "yarn",
-                "model__rope_factor": 4.0,
-                "model__original_max_position_embeddings": 65536,
-            },
+            {**YARN, **FOURFOLD, "model__original_max_position_embeddings": 65536},
         ),
         (
             "model.max_position_embeddings",
-            {
-                "model__rope_type": "yarn",
-                "model__rope_factor": 4.0,
-                "model__original_max_position_embeddings": 4096,
-            },
+            {**YARN, **FOURFOLD, "model__original_max_position_embeddings": 4096},
         ),
         (
             "model.rope_theta",
-            {"model__rope_type": "yarn", "model__rope_factor": 2.0, "model__rope_theta": 0.5},
+            {**YARN, "model__rope_factor": 2.0, "model__rope_theta": 0.5},
         ),
         ("model.router_bias_update_rate", {"model__router_bias_update_rate": -1.0}),
         ("optimizer.adam_beta1", {"optimizer__adam_beta1": 1.0}),
@@ -116,9 +128,35 @@ def config(**settings: object) -> Config:
         ("model.init_from", {"model__init_from": ""}),
         ("run.output_dir", {"run__output_dir": __file__}),
         ("data.sources", {"data__sources": []}),
-        ("data.sources[0].weight", {"data__sources": [{"store": "x", "weight": 0}]}),
-        ("data.sources[1].weight", {"data__sources": [{"store": "x"}, {"store": "y", "weight": -1}]}),
-        ("data.sources[0].store", {"data__sources": [{"store": " "}]}),
+        ("data.sources[0].weight", sources({"store": "x", "weight": 0})),
+        ("data.sources[1].weight", sources({"store": "x"}, {"store": "y", "weight": -1})),
+        ("data.sources[0].store", sources({"store": " "})),
+        ("data.sources[1].name", sources({"store": "x/same"}, {"store": "y/same"})),
+        ("data.sources[1].name", sources({"store": "x/b"}, {"store": "y/c", "name": "b"})),
+        ("data.sources[0].name", sources({"store": "my store"}, {"store": "b"})),
+        ("data.sources[0].name", sources({"store": "über"}, {"store": "b"})),
+        ("data.sources[0].name", sources({"store": "/"}, {"store": "b"})),
+        ("data.sources[0].name", sources({"store": "a", "name": "x/y"})),
+        ("data.sources[0].name", sources({"store": "a", "name": ""})),
+        ("data.sources[0].name", sources({"store": "a", "name": "x" * 65}, {"store": "b"})),
+        ("data.sources[0].name", sources({"store": "a", "name": ".."}, {"store": "b"})),
+        ("data.sources[0].weight", mixed([0, 1])),
+        ("data.sources[0].weight", mixed([0, 1], (3, [0, 1]))),
+        ("data.sources[1].weight", mixed([1, float("nan")])),
+        ("data.sources[1].weight", mixed([1, -1], (3, [1, 1]))),
+        ("data.sources", mixed([0, 0], (3, [1, 1]))),
+        ("data.sources[0].weight", mixed([1.5e308, 1])),
+        ("data.weight_changes[0].step", mixed([1, 1], (-1, [1, 1]))),
+        ("data.weight_changes[1].step", mixed([1, 1], (5, [1, 1]), (5, [1, 1]))),
+        ("data.weight_changes[1].step", mixed([1, 1], (5, [1, 1]), (4, [1, 1]), (6, [1, 1]))),
+        ("data.weight_changes[0].weights", mixed([1, 1], (5, [1]))),
+        ("data.weight_changes[0].weights", mixed([1, 1], (5, [1, 1, 1]))),
+        ("data.weight_changes[0].weights", mixed([1, 1], (5, []))),
+        ("data.weight_changes[0].weights", mixed([1, 1], (5, [0, 0]))),
+        ("data.weight_changes[0].weights[0]", mixed([1, 1], (5, [1.5e308, 1]))),
+        ("data.weight_changes[0].weights[1]", mixed([1, 1], (5, [1, -0.5]))),
+        ("data.weight_changes[0].weights[0]", mixed([1, 1], (5, [float("inf"), 1]))),
+        ("data.weight_changes[0].weights[0]", mixed([1, 1], (5, [float("nan"), 1]))),
     ],
 )
 def test_one_wrong_value_is_one_line_that_names_it(field, settings):
@@ -152,6 +190,12 @@ def test_plain_run_names_pass(name):
         {"training__sequence_length": 32768},
         {"checkpoint__resume": "/"},
         {"schedule__name": "wsd", "schedule__decay_steps": 1000},
+        sources({"store": "x/same"}, {"store": "y/same", "name": "other"}),
+        sources({"store": "my store"}),
+        sources({"store": "my store", "name": "mine"}, {"store": "b.2-x_"}),
+        mixed([1, 0], (5, [0, 1])),
+        mixed([1, 1], (0, [1, 2]), (10**9, [0.0, 3])),
+        sources({"store": "a"}) | {"data__weight_changes": [{"step": 5, "weights": [2]}]},
     ],
 )
 def test_values_on_the_edge_pass(settings):
@@ -165,7 +209,14 @@ def test_a_warm_up_longer_than_the_run_says_what_to_do():
 
 FSDP = {"distributed__strategy": "fsdp"}
 PP2, PP4 = (FSDP | {"pp_size": size} for size in (2, 4))
+TP4 = FSDP | {"tp_size": 4, "model__num_attention_heads": 8, "model__num_key_value_heads": 4}
+EP4 = {"dp_replicate_size": 2, "dp_shard_size": 4, "ep_size": 4, "model__num_experts": 8}
 SHALLOW = {"model__num_hidden_layers": 3}
+ONE_AT_A_TIME = {"training__micro_batch_size": 1, "training__global_batch_size": 64}
+
+
+def in_full(settings: dict[str, object]) -> dict[str, object]:
+    return {name if "__" in name else f"distributed__{name}": value for name, value in settings.items()}
 
 
 @pytest.mark.parametrize(
@@ -212,42 +263,37 @@ SHALLOW = {"model__num_hidden_layers": 3}
          {**FSDP, "cp_size": 2, "training__float8": True, "training__sequence_length": 48}),
         (2, "training.global_batch_size: expected micro batches a step in multiples of 2",
          {**PP2, "pp_schedule": "interleaved_1f1b", "training__global_batch_size": 7}),
+        (8, "model.num_key_value_heads: expected a multiple of distributed.tp_size = 4, found 2",
+         {**TP4, "model__num_attention_heads": 6, "model__num_key_value_heads": 2, "model__head_dim": 8}),
+        (8, "model.intermediate_size: expected a multiple of distributed.tp_size = 4, found 66",
+         {**TP4, "model__intermediate_size": 66}),
+        (8, "model.n_shared_experts * expert width: expected a multiple of distributed.tp_size = 4, found 66",
+         {**TP4, "model__num_experts": 4, "model__n_shared_experts": 2, "model__moe_intermediate_size": 33}),
+        (8, "model.vocab_size: expected a multiple of distributed.tp_size = 4, found 258",
+         {**TP4, "model__vocab_size": 258}),
+        (8, "optimizer.name: expected adamw with distributed.tp_size = 4, found muon",
+         {**TP4, "optimizer__name": "muon"}),
+        (8, "training.loss_implementation: expected auto or fused with distributed.tp_size = 4, found full",
+         {**TP4, "training__loss_implementation": "full"}),
+        (8, "training.float8: expected false with distributed.tp_size = 4, found true",
+         {**TP4, "training__float8": True, "training__precision": "bf16"}),
     ],
 )  # fmt: skip
 def test_a_mesh_that_does_not_fit_is_named(world_size: int, problem: str, settings: dict[str, object]):
-    named = {name if "__" in name else f"distributed__{name}": value for name, value in settings.items()}
-    batch = {"training__micro_batch_size": 1, "training__global_batch_size": 64}
-    found = validate(config(**batch | named), world_size)
-    assert len(found) == 1
-    assert found[0].startswith(problem)
+    (found,) = validate(config(**ONE_AT_A_TIME | in_full(settings)), world_size)
+    assert found.startswith(problem)
 
 
 @pytest.mark.parametrize(
-    ("problem", "settings"),
+    ("world_size", "settings"),
     [
-        ("model.num_key_value_heads: expected a multiple of distributed.tp_size = 4, found 2",
-         {"model__num_attention_heads": 6, "model__num_key_value_heads": 2, "model__head_dim": 8}),
-        ("model.intermediate_size: expected a multiple of distributed.tp_size = 4, found 66",
-         {"model__intermediate_size": 66}),
-        ("model.n_shared_experts * expert width: expected a multiple of distributed.tp_size = 4, found 66",
-         {"model__num_experts": 4, "model__n_shared_experts": 2, "model__moe_intermediate_size": 33}),
-        ("model.vocab_size: expected a multiple of distributed.tp_size = 4, found 258",
-         {"model__vocab_size": 258}),
-        ("optimizer.name: expected adamw with distributed.tp_size = 4, found muon",
-         {"optimizer__name": "muon"}),
-        ("training.loss_implementation: expected auto or fused with distributed.tp_size = 4, found full",
-         {"training__loss_implementation": "full"}),
-        ("training.float8: expected false with distributed.tp_size = 4, found true",
-         {"training__float8": True, "training__precision": "bf16"}),
+        (1, {**FSDP, **EP4}),
+        (8, {**FSDP, **EP4}),
+        (8, TP4),
     ],
-)  # fmt: skip
-def test_what_tensor_parallelism_cannot_divide_is_named(problem: str, settings: dict[str, object]):
-    mesh = {**FSDP, "distributed__tp_size": 4}
-    shape = {"model__num_attention_heads": 8, "model__num_key_value_heads": 4}
-    batch = {"training__micro_batch_size": 1, "training__global_batch_size": 64}
-    assert not [line for line in validate(config(**batch | mesh | shape), 8) if "tp_size" in line]
-    (found,) = validate(config(**batch | mesh | shape | settings), 8)
-    assert found.startswith(problem)
+)
+def test_a_mesh_that_fits_and_one_process_are_accepted(world_size: int, settings: dict[str, object]):
+    assert not validate(config(**ONE_AT_A_TIME | in_full(settings)), world_size)
 
 
 def test_a_vocabulary_that_is_not_known_yet_is_a_multiple_of_64():
@@ -261,13 +307,6 @@ def test_a_vocabulary_that_is_not_known_yet_is_a_multiple_of_64():
     (found,) = validate(config(**FSDP, **shape, **batch, distributed__tp_size=3), 3)
     assert found.startswith("distributed.tp_size: expected a divisor of 64, of which the vocabulary")
     assert not validate(config(**FSDP, **shape, **batch, distributed__tp_size=3, model__vocab_size=258), 3)
-
-
-@pytest.mark.parametrize("world_size", [1, 8])
-def test_a_mesh_that_fits_and_one_process_are_accepted(world_size: int):
-    sizes = {"distributed__dp_replicate_size": 2, "distributed__dp_shard_size": 4, "distributed__ep_size": 4}
-    mixture = {"model__num_experts": 8, "training__micro_batch_size": 1, "training__global_batch_size": 64}
-    assert not validate(config(**FSDP, **sizes, **mixture), world_size)
 
 
 def test_all_contradictions_are_found_at_once():
@@ -327,3 +366,90 @@ def test_the_sizes_that_would_work_do(total, micro, world_size):
 def test_data_may_be_left_out_where_no_run_needs_it():
     assert validate(Config(), needs_data=False) == []
     assert len(validate(Config())) == 1
+
+
+def test_a_name_that_stands_twice_is_reported_with_both_places():
+    (line,) = validate(config(**sources(*({"store": name} for name in ("x/same", "b", "y/same")))))
+    assert line.startswith("data.sources[2].name: ")
+    assert "data.sources[0]" in line
+    assert "'same'" in line
+
+
+def test_samples_fit_into_the_model():
+    sizes = {"model__max_position_embeddings": 64, "training__sequence_length": 32}
+    sizes |= {"evaluation__sample_prompts": ["a"], "evaluation__sample_tokens": 64}
+    (line,) = validate(config(**sizes))
+    assert re.match(r"evaluation\.sample_tokens: expected less than .* = 64, found 64", line)
+    assert validate(config(**sizes | {"evaluation__sample_tokens": 63})) == []
+    assert validate(config(**sizes | {"evaluation__sample_prompts": []})) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "settings", "words"),
+    [
+        ("varlen", {"training__precision": "fp32"}, "training.precision fp32"),
+        ("varlen", {"model__attention_dropout": 0.1}, "model.attention_dropout 0.1"),
+        ("flex", {"model__attention_dropout": 0.1}, "model.attention_dropout 0.1"),
+    ],
+)
+def test_a_kernel_that_other_fields_exclude_is_refused_by_name(value: str, settings: dict, words: str):
+    kernel, bf16 = {"training__attention_implementation": value}, {"training__precision": "bf16"}
+    (line,) = validate(config(**bf16 | kernel | settings))
+    assert re.match(rf"training\.attention_implementation: .*{re.escape(words)}", line)
+    assert f"found {value}" in line
+    assert validate(config(**bf16 | settings)) == validate(config(**bf16 | kernel)) == []
+
+
+@pytest.mark.parametrize("value", ["varlen", "flex"])
+def test_a_kernel_for_cuda_is_refused_on_a_cpu(value: str):
+    asked = config(training__attention_implementation=value, training__precision="bf16", model__vocab_size=64)
+    with pytest.raises(
+        ConfigError, match=rf"^training\.attention_implementation: .* found {value}, which needs CUDA$"
+    ):
+        build_model(asked, torch.device("cpu"))
+
+
+CURVE = [PredictedLoss(10, 4.0, 3.8, 4.2), PredictedLoss(20, 3.0, 2.9, 3.3)]
+
+
+def test_it_is_interpolated_between_its_steps():
+    config = EvaluationConfig(prediction=CURVE)
+    assert config.predicted(10) == CURVE[0]
+    assert config.predicted(15) == PredictedLoss(15, 3.5, pytest.approx(3.35), pytest.approx(3.75))
+    assert config.predicted(20) == CURVE[1]
+    assert config.predicted(9) is None
+    assert config.predicted(21) is None
+    uneven = [
+        PredictedLoss(0, 9.0, 0.1, 99.0),
+        PredictedLoss(3, 0.7, 0.1, 99.0),
+        PredictedLoss(7, 0.3, 0.2, 0.6),
+    ]
+    config = EvaluationConfig(prediction=uneven)
+    assert [config.predicted(each.step) for each in uneven] == uneven, "to the last bit"
+    between = config.predicted(1)
+    assert between is not None
+    assert between.losses[1:] == (0.1, 99.0)
+
+
+def test_one_entry_is_of_its_step_alone():
+    config = EvaluationConfig(prediction=CURVE[:1])
+    assert config.predicted(10) == CURVE[0]
+    assert config.predicted(11) is None
+    assert EvaluationConfig().predicted(0) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([CURVE[1], CURVE[0]], r"evaluation.prediction\[1\].step: expected 21 or more, found 10"),
+        ([PredictedLoss(-1, 1.0, 1.0, 1.0)], r"prediction\[0\].step: expected 0 or more, found -1"),
+        (
+            [PredictedLoss(1, 1.0, 1.1, 1.2)],
+            "0 < low <= loss <= high < infinity, found 1.1, 1 and 1.2",
+        ),
+        ([PredictedLoss(1, 1.0, 0.9, float("inf"))], "found 0.9, 1 and inf"),
+    ],
+)
+def test_wrong_ones_are_named(wrong: list[PredictedLoss], message: str):
+    (line,) = EvaluationConfig(prediction=wrong).check()
+    assert re.search(message, line)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 from support.corpora import make_tokenizer
 from support.fuzzing import fuzzed
 
-from llm_pretrain.data import assembly
 from llm_pretrain.data.assembly import IGNORE_INDEX, Assembler, Batch, PackedSource
 from llm_pretrain.data.packing import PackedIndex, pack
 from llm_pretrain.data.store import TokenStore
@@ -25,8 +22,6 @@ from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.errors import DataError
 
 NAMES = ("input_ids", "labels", "loss_mask", "position_ids", "document_ids", "digest", "document_offsets")
-Fault = tuple[Any, str, Callable[..., Any]]
-"""Owner, name and replacement of a function."""
 
 
 def write_store(folder: Path, *, masked: bool, shard_bytes: int, seed: int) -> TokenStore:
@@ -134,85 +129,6 @@ def test_every_batch_equals_a_slow_reference(stores: list[TokenStore], data: st.
     assembler = Assembler(sources, length, isolate_documents=isolate)
     expected = plain_assembly(sources, samples, length, isolate=isolate, slot=3)
     check(assembler.assemble(samples, step=0, micro_batch=0, slot=3), expected)
-
-
-def labels_equal_to_ids(shards: int) -> Fault:
-    """Sources of one shard, or of several, give each piece's own ids as its labels."""
-    original = assembly._Source.add_tokens
-
-    def add_tokens(self: Any, starts: list, sizes: list, ids: list, labels: list) -> None:
-        original(self, starts, sizes, ids, labels)
-        if min(len(self._shards), 2) == shards:
-            labels[-len(sizes) :] = ids[-len(sizes) :]
-
-    return assembly._Source, "add_tokens", add_tokens
-
-
-def mask_at(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
-    """The loss mask is read at other tokens than the labels'."""
-    original = assembly.Gatherer._mask_labels
-    return (
-        assembly.Gatherer,
-        "_mask_labels",
-        lambda self, mask, samples, where: original(self, mask, samples, change(where)),
-    )
-
-
-def gathered(change: Callable[[Any], object]) -> Fault:
-    """What was gathered is changed before it is assembled."""
-    original = assembly.Gatherer.gather
-
-    def gather(self: Any, samples: Any) -> Any:
-        rows = original(self, samples)
-        change(rows)
-        return rows
-
-    return assembly.Gatherer, "gather", gather
-
-
-def padding_as_target(rows: Any) -> None:
-    rows.loss_mask |= rows.is_padding.repeat(rows.lengths)
-
-
-def running_positions(rows: Any) -> None:
-    rows.positions = np.arange(len(rows.positions))
-
-
-FAULTS = {
-    "labels of the piece's own ids": labels_equal_to_ids(1),
-    "labels of another shard's ids": labels_equal_to_ids(2),
-    "mask of the ids": mask_at(lambda where: where - 1),
-    "mask of other rows": mask_at(lambda where: np.roll(where, 50)),
-    "bits from the other end": (
-        assembly,
-        "_bits_at",
-        lambda mask, where: np.unpackbits(mask).take(where, mode="wrap").astype(np.bool_),
-    ),
-    "padding is a target": gathered(padding_as_target),
-    "positions run on": gathered(running_positions),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_the_comparison_above_detects_faults(
-    stores: list[TokenStore], name: str, monkeypatch: pytest.MonkeyPatch
-):
-    length = 50
-    sources = [
-        PackedSource(store, "train", pack(store.split("train").offsets, length, "best_fit"))
-        for store in stores
-    ]
-    samples = [(k, n) for n in range(len(sources[0].index) - 2) for k in range(3)][:30]
-    expected = plain_assembly(sources, samples, length, isolate=True, slot=0)
-
-    def compare() -> None:
-        assembler = Assembler(sources, length, isolate_documents=True)
-        check(assembler.assemble(samples, step=0, micro_batch=0, slot=0), expected)
-
-    compare()
-    monkeypatch.setattr(*FAULTS[name])
-    with pytest.raises(AssertionError):
-        compare()
 
 
 def test_an_assembler_can_be_pickled(stores: list[TokenStore]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import signal
 import subprocess
@@ -19,8 +18,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from support.corpora import make_config, make_store
+from support.corpora import make_config
 from support.fork_server import python_path
+from support.worker_datasets import Counted, Faulty
+from torch.utils.data import DataLoader
 
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data import loader as loading
@@ -38,7 +39,6 @@ from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError, ResourceError
 from llm_pretrain.training.trainer import windows
 
-IGNORE_INDEX = -100
 TENSORS = ("input_ids", "position_ids", "document_ids", "labels", "loss_mask", "digest", "document_offsets")
 
 
@@ -48,20 +48,14 @@ def equal(first: Batch, second: Batch) -> bool:
     return same and all(torch.equal(getattr(first, name), getattr(second, name)) for name in TENSORS)
 
 
-def batches_of(config: Config, start_step: int = 0, world_size: int = 1) -> list[Batch]:
+def batches_of(config: Config, start_step: int = 0) -> list[Batch]:
     return list(global_batches(config, start_step=start_step))
 
 
 def one_epoch(store: TokenStore, **options: object) -> list[Batch]:
-    config = make_config(store, micro_batch_size=1, global_batch_size=1, **options)  # type: ignore[arg-type]
-    count = sequences_per_epoch(config)
-    return batches_of(
-        make_config(store, micro_batch_size=1, global_batch_size=1, max_steps=count, **options)  # type: ignore[arg-type]
-    )
-
-
-def documents_of(store: TokenStore, split: str) -> list[tuple[list[int], list[bool]]]:
-    return [(ids.tolist(), mask.tolist()) for ids, mask in store.split(split).iterate()]
+    sizes: dict = {"micro_batch_size": 1, "global_batch_size": 1, **options}
+    count = sequences_per_epoch(make_config(store, **sizes))
+    return batches_of(make_config(store, max_steps=count, **sizes))
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "concat", "pad"])
@@ -69,7 +63,8 @@ def documents_of(store: TokenStore, split: str) -> list[tuple[list[int], list[bo
 def test_an_epoch_trains_on_every_target_once(masked_store: TokenStore, packing: str, sequence_length: int):
     """Counts (input, label) pairs: a label across documents, a token lost or doubled changes the count."""
     expected: Counter[tuple[int, int]] = Counter()
-    for ids, mask in documents_of(masked_store, "train"):
+    for tokens, targets in masked_store.split("train").iterate():
+        ids, mask = tokens.tolist(), targets.tolist()
         expected.update((a, b) for a, b, m in zip(ids, ids[1:], mask[1:], strict=False) if m)
     found: Counter[tuple[int, int]] = Counter()
     for batch in one_epoch(masked_store, packing=packing, sequence_length=sequence_length):
@@ -79,82 +74,11 @@ def test_an_epoch_trains_on_every_target_once(masked_store: TokenStore, packing:
     assert found.total() == tokens_per_epoch(make_config(masked_store))
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "concat", "pad"])
-def test_pieces_are_contiguous_text_of_one_document(masked_store: TokenStore, packing: str):
-    joined = {tuple(ids) for ids, _ in documents_of(masked_store, "train")}
-    texts = ["," + ",".join(map(str, ids)) + "," for ids in joined]
-    for batch in one_epoch(masked_store, packing=packing, sequence_length=48):
-        ids, documents = batch.input_ids[0], batch.document_ids[0]
-        assert (documents.diff() >= 0).all()
-        for document in documents.unique():
-            place = documents == document
-            assert batch.position_ids[0][place].tolist() == list(range(int(place.sum())))
-            if ids[place].eq(masked_store.pad_token_id or 0).all():
-                continue
-            whole = [*ids[place].tolist()]
-            assert any("," + ",".join(map(str, whole)) + "," in text for text in texts)
-
-
-def test_labels_are_the_next_inputs_and_ignored_where_masked(masked_store: TokenStore):
-    for batch in one_epoch(masked_store)[:50]:
-        same = batch.document_ids[:, 1:] == batch.document_ids[:, :-1]
-        kept = same & batch.loss_mask[:, :-1]
-        assert torch.equal(batch.labels[:, :-1][kept], batch.input_ids[:, 1:][kept])
-        assert torch.equal(batch.labels == IGNORE_INDEX, ~batch.loss_mask)
-        assert batch.num_loss_tokens == int(batch.loss_mask.sum())
-
-
-def test_padding_is_a_document_of_its_own_without_loss(store: TokenStore):
-    padded = [
-        batch for batch in one_epoch(store, packing="pad", sequence_length=64) if not batch.loss_mask.all()
-    ]
-    assert padded
-    for batch in padded:
-        begin = int(batch.loss_mask.sum())
-        assert (batch.input_ids[0, begin:] == store.pad_token_id).all()
-        assert batch.document_ids[0].tolist() == [0] * begin + [1] * (64 - begin)
-
-
-@pytest.mark.parametrize("isolate", [True, False])
-def test_document_offsets_are_where_document_ids_change(masked_store: TokenStore, isolate: bool):
-    config = make_config(
-        masked_store, packing="pad", isolate_documents=isolate, micro_batch_size=8, max_steps=12
-    )
-    entries = set()
-    for batch in [
-        *batches_of(config),
-        *batches_of(replace(config, data=replace(config.data, packing="concat"))),
-    ]:
-        offsets, size = batch.document_offsets, batch.input_ids.numel()
-        assert offsets is not None
-        assert offsets.dtype == torch.int32
-        rows = torch.arange(len(batch.input_ids))[:, None] * 1000 + batch.document_ids
-        begins = [0, *(rows.flatten().diff().nonzero().flatten() + 1).tolist()]
-        assert offsets.tolist() == begins + [size] * (len(offsets) - len(begins))
-        assert offsets[-1] == size
-        entries.add(len(offsets))
-        assert batch.to("meta").document_offsets.device.type == "meta"  # type: ignore[union-attr]
-        assert batch.model_inputs()["document_offsets"] is offsets
-    assert entries <= {64, 128}
-
-
 def test_there_is_always_an_offset_at_the_end():
     for pieces in (1, 63, 64, 127, 128):
         offsets = padded_offsets(np.arange(pieces), 500)
         assert offsets.tolist() == list(range(pieces)) + [500] * (len(offsets) - pieces)
         assert len(offsets) == {1: 64, 63: 64, 64: 128, 127: 128, 128: 256}[pieces]
-
-
-def test_without_isolation_positions_run_on_and_only_padding_is_apart(store: TokenStore):
-    isolated, joined = (
-        batches_of(make_config(store, isolate_documents=isolate, max_steps=4)) for isolate in (True, False)
-    )
-    assert any(batch.document_ids.max() > 1 for batch in isolated)
-    for one, other in zip(isolated, joined, strict=True):
-        for name in ("input_ids", "labels", "loss_mask", "digest"):
-            assert torch.equal(getattr(one, name), getattr(other, name))
-        assert torch.equal(other.document_ids.bool(), ~other.loss_mask)  # no masked text in this store
-        assert torch.equal(other.position_ids, torch.arange(64).expand_as(other.position_ids))
 
 
 def test_the_samples_do_not_depend_on_the_split_into_micro_batches(masked_store: TokenStore):
@@ -204,42 +128,30 @@ def test_a_limit_on_processes_is_one_line(store: TokenStore, error: Exception, m
         iter(global_batches(make_config(store, num_workers=1), start_step=0))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_accelerate_gives_each_rank_its_own_share(masked_store: TokenStore, num_workers: int):
+def prepared_by_accelerate(loader: DataLoader[Batch], rank: int) -> DataLoader[Batch]:
+    """Of two processes."""
     from accelerate.data_loader import prepare_data_loader
 
-    config = make_config(masked_store, max_steps=3, num_workers=num_workers)
+    return prepare_data_loader(
+        loader, num_processes=2, process_index=rank, put_on_device=False, even_batches=False, rng_types=[]
+    )
+
+
+def test_accelerate_gives_each_rank_its_own_share(masked_store: TokenStore):
+    config = make_config(masked_store, max_steps=3)
     for rank in range(2):
-        loader = global_batches(config, start_step=1)
-        prepared = prepare_data_loader(
-            loader, num_processes=2, process_index=rank, put_on_device=False, even_batches=False, rng_types=[]
-        )
+        prepared = prepared_by_accelerate(global_batches(config, start_step=1), rank)
         assert len(prepared) == 4
-        ours = shard(global_batches(make_config(masked_store, max_steps=3), start_step=1), rank, 2)
+        ours = shard(global_batches(config, start_step=1), rank, 2)
         assert all(equal(a, b) for a, b in zip(ours, prepared, strict=True))
 
 
-def test_workers_give_the_same_batches(masked_store: TokenStore):
+def test_workers_give_the_same_batches_and_keep_no_file_open(masked_store: TokenStore):
+    """A step of 240 micro batches would need 1,700 files: one for each tensor in shared memory."""
     plain, worked = (batches_of(make_config(masked_store, max_steps=3, num_workers=n)) for n in (0, 2))
     assert all(equal(a, b) for a, b in zip(plain, worked, strict=True))
-
-
-def test_a_batch_of_a_worker_keeps_no_file_open(store: TokenStore):
-    """A step of 240 micro batches would need 1,700 files: one for each tensor in shared memory."""
-    for batch in global_batches(make_config(store, max_steps=3, num_workers=1), start_step=0):
+    for batch in worked:
         assert not any(tensor.is_shared() for tensor in [*batch.model_inputs().values(), batch.digest])
-
-
-class Faulty:
-    """A dataset in whose worker `error` is raised, or which ends with its process."""
-
-    def __init__(self, error: Exception | None):
-        self.error = error
-
-    def __getitems__(self, numbers: list[int]) -> Batch:
-        if self.error is None:
-            os._exit(9)
-        raise self.error
 
 
 @pytest.mark.parametrize(
@@ -291,29 +203,14 @@ def test_a_small_shared_memory_is_named_before_the_start(store: TokenStore, monk
     assert loading.shared_memory_problem(none, 8) is None
 
 
-class Counted:
-    """A dataset that leaves a file for every micro batch it has assembled, in whatever process."""
-
-    def __init__(self, dataset: MicroBatches, folder: Path):
-        self.dataset, self.folder = dataset, folder
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, numbers: list[int]) -> Batch:
-        batch = self.dataset.__getitems__(numbers)
-        (self.folder / str(numbers[0])).touch()
-        return batch
-
-
 def test_batches_are_ready_before_a_slow_consumer_asks(store: TokenStore, tmp_path: Path):
-    """Each of two workers is two batches ahead."""
-    loader = global_batches(make_config(store, max_steps=20, num_workers=2), start_step=0)
-    counted = loading._loader(Counted(loader.dataset, tmp_path), loader.batch_sampler, 2)  # type: ignore[arg-type]
+    """A worker is two batches ahead."""
+    loader = global_batches(make_config(store, max_steps=20, num_workers=1), start_step=0)
+    counted = loading._loader(Counted(loader.dataset, tmp_path), loader.batch_sampler, 1)  # type: ignore[arg-type]
     iterator = iter(counted)
     for taken in range(1, 4):
         next(iterator)
-        ahead, deadline = taken + 4, time.monotonic() + 120
+        ahead, deadline = taken + 2, time.monotonic() + 120
         while len(list(tmp_path.iterdir())) < ahead and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(list(tmp_path.iterdir())) == ahead
@@ -344,13 +241,8 @@ def test_no_more_than_a_step_is_assembled_together(
 
 
 def test_accelerate_keeps_the_workers(store: TokenStore):
-    from accelerate.data_loader import prepare_data_loader
-
     loader = global_batches(make_config(store, num_workers=2), start_step=0)
-    prepared = prepare_data_loader(
-        loader, num_processes=2, process_index=1, put_on_device=False, even_batches=False, rng_types=[]
-    )
-    ours = shard(loader, 1, 2)
+    prepared, ours = prepared_by_accelerate(loader, 1), shard(loader, 1, 2)
     for name in ("num_workers", "prefetch_factor", "pin_memory", "worker_init_fn", "multiprocessing_context"):
         assert getattr(prepared, name) == getattr(loader, name) == getattr(ours, name), name
     assert prepared.num_workers == 2
@@ -368,49 +260,23 @@ SCRIPT = """if __name__ == "__main__":
 """
 
 
-def start_with_a_worker(store: TokenStore, folder: Path, seconds: float) -> subprocess.Popen[str]:
-    """A process that takes one batch, prints its children's ids, waits and ends in the midst of an epoch."""
-    script = folder / "script.py"
+@pytest.mark.parametrize("is_killed", [False, True], ids=["ends", "killed"])
+def test_workers_end_with_the_training_process(masked_store: TokenStore, tmp_path: Path, is_killed: bool):
+    """It takes one batch, prints its children's ids, and ends in the midst of an epoch without waiting."""
+    script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": python_path(*Path(__file__).parents[1:3])}
-    command = [sys.executable, str(script), str(store.path), str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def test_workers_end_when_the_training_process_is_killed(masked_store: TokenStore, tmp_path: Path):
-    with start_with_a_worker(masked_store, tmp_path, 60) as process:
+    command = [sys.executable, str(script), str(masked_store.path), "60" if is_killed else "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout
         children = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
-        process.kill()
+        try:
+            assert is_killed or process.wait(timeout=300) == 0
+        finally:
+            process.kill()
     assert len(children) >= 2  # the worker and what started it
     _, alive = psutil.wait_procs(children, timeout=120)
     assert not alive
-
-
-def test_a_process_does_not_wait_for_workers_when_it_ends(masked_store: TokenStore, tmp_path: Path):
-    with start_with_a_worker(masked_store, tmp_path, 0) as process:
-        try:
-            assert process.wait(timeout=300) == 0
-        finally:
-            process.kill()
-
-
-def test_the_digest_is_of_slot_store_sequence_and_arrays(masked_store: TokenStore):
-    config = make_config(masked_store, micro_batch_size=2, global_batch_size=4, max_steps=2)
-    from llm_pretrain.data.sample_order import SampleOrder
-
-    order = SampleOrder([sequences_per_epoch(config)], [1.0], seed=0)
-    for batch in batches_of(config):
-        total = np.zeros(8, dtype=np.int64)
-        for row in range(2):
-            slot = 2 * batch.micro_batch + row
-            _, sequence = order[4 * batch.step + slot]
-            content = f"{slot}/{masked_store.hash}/{sequence}/".encode()
-            content += batch.input_ids[row].numpy().astype("<i4").tobytes()
-            content += batch.labels[row].numpy().astype("<i4").tobytes()
-            content += np.packbits(batch.loss_mask[row].numpy()).tobytes()
-            total += np.frombuffer(hashlib.sha256(content).digest(), dtype=">u4").astype(np.int64)
-        assert batch.digest.tolist() == total.tolist()
 
 
 def test_the_digest_stays_on_the_cpu_and_the_rest_moves(store: TokenStore):
@@ -441,16 +307,6 @@ def test_stop_signals_to_the_process_group_leave_workers_alone(store: TokenStore
         next(iterator)
 
 
-def test_a_mixture_draws_its_shares_from_both_stores(store: TokenStore, tmp_path: Path):
-    other = make_store(tmp_path / "other", documents=50, seed=9)
-    config = make_config(store, other, weights=[3, 1], micro_batch_size=8, max_steps=128)
-    loader = global_batches(config, start_step=0)
-    order = loader.dataset.order  # type: ignore[attr-defined]
-    drawn = Counter(order[number][0] for number in range(1024))
-    assert drawn == {0: 768, 1: 256}
-    assert len(list(loader)) == 128
-
-
 def test_evaluation_covers_the_whole_split_once_in_a_fixed_order(masked_store: TokenStore):
     def rows(micro_batch_size: int, **options: object) -> torch.Tensor:
         config = make_config(masked_store, micro_batch_size=micro_batch_size, **options)  # type: ignore[arg-type]
@@ -466,11 +322,6 @@ def test_evaluation_covers_the_whole_split_once_in_a_fixed_order(masked_store: T
     assert total == masked_store.facts["splits"]["validation"]["targets"]
     limited = rows(2, max_batches=1, global_batch_size=4)
     assert torch.equal(limited, reference[:4])
-
-
-def test_evaluation_without_a_validation_split_is_empty(tmp_path: Path):
-    only_train = make_store(tmp_path / "store", documents=5, validation_fraction=0.0)
-    assert len(evaluation_batches(make_config(only_train))) == 0
 
 
 def test_a_sampler_can_be_sliced_again_and_again():

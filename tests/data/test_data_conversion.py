@@ -7,7 +7,6 @@ import pickle
 import shutil
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 from support.corpora import make_store, make_tokenizer
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data import conversion
 from llm_pretrain.data.conversion import convert
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.data.tokenizer_training import train_tokenizer
@@ -219,58 +217,37 @@ def test_equal_documents_fall_into_one_split_and_neither_split_is_empty(tmp_path
         assert not {tuple(ids) for ids in train} & {tuple(ids) for ids in validation}
 
 
-def write(name: str, content: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(content) and None
+def token_file(*ids: int, times: int = 1, dtype: str = "<u2") -> bytes:
+    return np.tile(np.array(ids, dtype=dtype), times).tobytes()
 
 
-def patch(name: str, at: int, content: bytes) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        data = bytearray((folder / name).read_bytes())
-        data[at : at + len(content)] = content
-        (folder / name).write_bytes(data)
-
-    return apply
-
-
-def cut(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-1]) and None
-
-
-WRONG = [
-    ("no.bin", lambda folder: None, "no.bin: expected a readable file"),
-    ("n.bin", cut("n.bin"), "n.bin: expected uint16 token ids, an even number of bytes"),
-    ("n.bin", write("n.bin", b""), "n.bin: expected uint16 token ids"),
-    (
-        "n.bin",
-        patch("n.bin", 2, b"\x03\x01"),
-        "expected token ids below vocab_size 259, found 259 at 1",
-    ),
-    (
-        "n.bin",
-        write("n.bin", header(3) + b"\0\0"),
-        "expected 3 tokens as its header says, 1030 bytes",
-    ),
-    ("n.bin", write("n.bin", header(1, version=9) + b"\0\0"), "found version 9"),
-    ("n.bin", write("n.bin", np.tile(np.int32([65, 66, EOS]), 200).tobytes()), "n.bin: .* wider numbers"),
-    ("n.bin", write("n.bin", np.tile(np.int64([65, 66, EOS]), 200).tobytes()), "n.bin: .* wider numbers"),
-    ("pipe.bin", lambda folder: os.mkfifo(folder / "pipe.bin"), "pipe.bin: .* no plain file"),
-    ("n.bin", write("n.bin", b"\x01\x01" * 3), "expected documents, found none"),
-]
+WRONG: dict[str, tuple[bytes | Callable[[Path], object], str]] = {
+    "no file": (lambda path: None, "n.bin: expected a readable file"),
+    "a pipe": (os.mkfifo, "n.bin: .* no plain file"),
+    "an odd number of bytes": (token_file(65, EOS)[:-1], "n.bin: expected uint16 token ids, an even number"),
+    "nothing": (b"", "n.bin: expected uint16 token ids"),
+    "an id too large": (token_file(65, 259, EOS), "expected token ids below vocab_size 259, found 259 at 1"),
+    "too few for its header": (header(3) + b"\0\0", "expected 3 tokens as its header says, 1030 bytes"),
+    "another version": (header(1, version=9) + b"\0\0", "found version 9"),
+    "int32": (token_file(65, 66, EOS, times=200, dtype="<i4"), "n.bin: .* wider numbers"),
+    "int64": (token_file(65, 66, EOS, times=200, dtype="<i8"), "n.bin: .* wider numbers"),
+    "no document": (b"\x01\x01" * 3, "expected documents, found none"),
+}
 
 
-@pytest.mark.parametrize(("name", "damage", "message"), WRONG)
-def test_wrong_files_are_one_line_and_leave_nothing(
-    tmp_path: Path, name: str, damage: Callable[[Path], object], message: str
-):
-    folder = tmp_path / "files"
-    folder.mkdir()
-    np.array([65, 66, EOS], dtype="<u2").tofile(folder / "n.bin")
-    damage(folder)
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_files_are_one_line_and_leave_nothing(tmp_path: Path, tokenizer: Path, name: str):
+    content, message = WRONG[name]
+    (tmp_path / "files").mkdir()
+    file = tmp_path / "files" / "n.bin"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        content(file)
     with pytest.raises(DataError, match=message) as caught:
-        convert([str(folder / name)], tmp_path / "out", tokenizer=tokenizer)
+        convert([str(file)], tmp_path / "out", tokenizer=tokenizer)
     assert "\n" not in str(caught.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "tokenizer"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "files"]
 
 
 def test_wrong_options_are_one_line(tmp_path: Path, tokenizer: Path):
@@ -291,35 +268,3 @@ def test_a_file_without_an_end_of_a_document_gives_a_warning(tmp_path: Path, tok
     printed = capsys.readouterr().out
     assert "not one end of a document in it" in printed
     assert "train      1 documents, 4 tokens" in printed
-
-
-def unframed(self: object, batch: object) -> object:
-    """In place of `_Reader._framed`: adds no first tokens."""
-    return batch
-
-
-def cut_before_the_end(path: Path, end_of_document: int) -> conversion.DocumentFile:
-    """In place of `open_nanogpt`: every document but the last loses its EOS to the next."""
-    file = open_nanogpt(path, end_of_document)
-    inner = file.offsets[1:-1] - 1
-    return replace(file, offsets=np.concatenate([file.offsets[:1], inner, file.offsets[-1:]]))
-
-
-open_nanogpt = conversion.open_nanogpt
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [(conversion._Reader, "_framed", unframed), (conversion, "open_nanogpt", cut_before_the_end)],
-    ids=["first tokens not added", "cut before the end instead of after it"],
-)
-def test_documents_framed_wrongly_are_detected(
-    tmp_path: Path, tokenizer: Path, fault: tuple, monkeypatch: pytest.MonkeyPatch
-):
-    """The two mistakes that keep all ids but change the targets."""
-    np.array([65, 66, EOS, 67, 68, EOS], dtype="<u2").tofile(tmp_path / "a.bin")
-    right = to_store([tmp_path / "a.bin"], tmp_path / "s", tokenizer, validation_fraction=0)
-    assert documents(right) == [[256, 65, 66, EOS], [256, 67, 68, EOS]]
-    monkeypatch.setattr(*fault)
-    wrong = to_store([tmp_path / "a.bin"], tmp_path / "w", tokenizer, validation_fraction=0)
-    assert documents(wrong) != documents(right)

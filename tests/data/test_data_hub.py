@@ -84,13 +84,6 @@ def test_rows_are_streamed_in_order(local_hub: Path):
     assert record.data.decode() == TEXTS[299]
 
 
-def test_a_store_is_prepared_from_the_hub(local_hub: Path, tmp_path: Path):
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    store = prepare_store(Preparation(["hf://owner/set"], tokenizer, tmp_path / "store", 0.0, workers=1))
-    assert store.split("train").documents == len(TEXTS)
-    assert store.facts["inputs"] == ["hf://owner/set"]
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -141,10 +134,13 @@ def test_a_preparation_resumes_after_a_broken_connection(
     notices: list[str] = []
     store = prepare_store(replace(preparation, notice=notices.append))
     assert len(notices) == 1
+    assert (store.facts["inputs"], sum(store.facts["input_documents"])) == (["hf://owner/set"], len(TEXTS))
     assert (store.path / "store.json").read_bytes() == (whole.path / "store.json").read_bytes()
 
 
-@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://nowhere.invalid"])
+@pytest.mark.parametrize(
+    "endpoint", ["http://127.0.0.1:9", pytest.param("http://nowhere.invalid", marks=pytest.mark.slow)]
+)
 def test_a_missing_network_is_reported_in_one_line_within_the_timeout(tmp_path: Path, endpoint: str):
     """In a process of its own: the libraries read the address of the hub when they are imported."""
     command = [

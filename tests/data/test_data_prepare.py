@@ -12,21 +12,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.data import preparation as prepare_module
-from llm_pretrain.data.preparation import Preparation, prepare_store
+from llm_pretrain.data.preparation import Preparation, SeenDocuments, prepare_store
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.errors import DataError, OutputError
 
 
-def prepare(folder: Path, records: list[dict], *, bos: bool = True, **options) -> TokenStore:
-    corpus = write_jsonl(folder / "corpus.jsonl", records)
+def prepare(folder: Path, *corpora: list[dict], bos: bool = True, **options) -> TokenStore:
+    files = [str(write_jsonl(folder / f"{k}.jsonl", records)) for k, records in enumerate(corpora)]
     tokenizer = make_tokenizer(folder / "tokenizer", bos=bos)
     options = {"validation_fraction": 0.0, "workers": 1, **options}
-    return prepare_store(Preparation([str(corpus)], tokenizer, folder / "store", **options))
+    return prepare_store(Preparation(files, tokenizer, folder / "store", **options))
 
 
 def all_files(folder: Path) -> dict[str, bytes]:
@@ -52,27 +54,18 @@ def test_documents_are_framed_and_masks_follow_the_record(tmp_path: Path):
     assert store.facts["splits"]["train"]["targets"] == 3 + 2 + 1 + 5
 
 
+@pytest.mark.parametrize(
+    ("documents", "fraction", "warns"), [(1, "0.01", True), (1, "0", False), (60, "0.5", False)]
+)
 def test_an_empty_validation_split_gives_a_warning_unless_requested(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], documents: int, fraction: str, warns: bool
 ):
-    make_tokenizer(tmp_path / "tokenizer", bos=True)
-    warning = "no document is in the validation split"
-    few, many = (write_jsonl(tmp_path / f"{n}.jsonl", [{"text": f"{i}"} for i in range(n)]) for n in (1, 60))
-    for number, (corpus, fraction, warns) in enumerate(
-        [(few, "0.01", True), (few, "0", False), (many, "0.5", False)]
-    ):
-        command = [
-            "prepare",
-            "--input",
-            str(corpus),
-            "--tokenizer",
-            str(tmp_path / "tokenizer"),
-            "--workers",
-            "1",
-        ]
-        output = str(tmp_path / f"store{number}")
-        assert main([*command, "--validation_fraction", fraction, "--output", output]) == 0
-        assert (warning in capsys.readouterr().out) == warns
+    corpus = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{index}"} for index in range(documents)])
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    command = ["prepare", "--input", str(corpus), "--tokenizer", str(tokenizer), "--workers", "1"]
+    options = ["--validation_fraction", fraction, "--output", str(tmp_path / "store")]
+    assert main([*command, *options]) == 0
+    assert ("no document is in the validation split" in capsys.readouterr().out) == warns
 
 
 def test_without_bos_the_eos_comes_first(tmp_path: Path):
@@ -165,40 +158,6 @@ def test_a_text_altered_to_one_of_its_length_is_counted(
     assert store.facts["altered_documents"] == altered
 
 
-def test_bad_records_are_skipped_by_cause_or_stop_the_run(tmp_path: Path):
-    corpus = tmp_path / "bad.jsonl"
-    lines = [
-        b'{"text": "good"}',
-        b'{"text": "cut',
-        b'{"text": "\xff"}',
-        b'{"a": 1}',
-        b'{"text": 3}',
-        b'{"text": ""}',
-    ]
-    lines += [b'{"input_ids": [1, 99999]}', b'{"text": "cut']
-    corpus.write_bytes(b"\n".join(lines))
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    preparation = Preparation([str(corpus)], tokenizer, tmp_path / "store", on_error="skip")
-    store = prepare_store(preparation)
-    assert store.facts["skipped"] == {
-        "invalid JSON": 2,
-        "invalid UTF-8": 1,
-        "no text": 1,
-        "wrong type": 1,
-        "empty document": 1,
-        "token id outside the vocabulary": 1,
-    }
-    assert store.split("train").documents == 1
-    for number, line in enumerate(lines[1:], start=2):
-        if line == b'{"text": ""}':
-            continue
-        corpus.write_bytes(b'{"text": "good"}\n' * (number - 1) + line)
-        with pytest.raises(DataError, match=rf"bad\.jsonl:{number}: ") as caught:
-            prepare_store(Preparation([str(corpus)], tokenizer, tmp_path / "failed"))
-        assert "\n" not in str(caught.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "store", "tokenizer"]
-
-
 @pytest.mark.parametrize("kind", ["text", "messages"])
 def test_a_text_that_the_tokenizer_cannot_encode_is_a_bad_record(tmp_path: Path, kind: str):
     """A pattern that backtracks too long is a panic of the library, which is no Exception."""
@@ -235,13 +194,6 @@ def test_a_text_for_which_memory_is_too_small_is_no_bad_record(
         tokenizer.encode(["one"])
 
 
-def test_an_empty_corpus_is_refused_with_what_was_left_out(tmp_path: Path):
-    with pytest.raises(DataError, match="expected documents, found none"):
-        prepare(tmp_path, [])
-    with pytest.raises(DataError, match="1 empty document"):
-        prepare(tmp_path, [{"text": ""}])
-
-
 def test_an_existing_store_is_replaced_only_with_overwrite(tmp_path: Path):
     old = prepare(tmp_path, [{"text": "old"}])
     with pytest.raises(DataError, match="--overwrite"):
@@ -261,7 +213,7 @@ def test_nothing_is_left_of_a_run_that_is_interrupted(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path, [{"text": "a"}], progress=interrupt)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "tokenizer"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "tokenizer"]
 
 
 def test_every_file_is_in_the_index_with_its_hash(store: TokenStore):
@@ -337,3 +289,59 @@ def test_the_folder_for_the_work_is_not_taken_from_somebody(tmp_path: Path):
     with pytest.raises(OutputError, match=r"\.store\.partial: .* found a link: pid"):
         prepare(tmp_path, [{"text": "a"}])
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+@given(st.lists(st.lists(st.integers(0, 40), max_size=30), max_size=30))
+def test_a_key_is_new_only_once(batches: list[list[int]]):
+    seen, known = SeenDocuments(), set()
+    for batch in batches:
+        expected = []
+        for key in batch:
+            expected.append(key not in known)
+            known.add(key)
+        assert seen.add(np.array(batch, dtype=np.uint64)).tolist() == expected
+
+
+def test_memory_is_that_of_the_keys():
+    generator = np.random.default_rng(0)
+    seen = SeenDocuments()
+    for _ in range(200):
+        seen.add(generator.integers(0, 1 << 63, 500, dtype=np.uint64))
+    assert sum(level.nbytes for level in seen._levels) == 8 * 100_000
+    assert len(seen._levels) < 20
+
+
+def test_only_equal_text_with_equal_targets_is_a_duplicate(tmp_path: Path):
+    kinds: list[dict] = [
+        {"text": "ab"},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "", "completion": "ab"},
+        {"segments": [{"text": "a", "loss": True}, {"text": "b", "loss": False}]},
+        {"text": "ab "},
+        {"input_ids": [1, 2]},
+        {"input_ids": [1, 2], "loss_mask": [0, 1]},
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+    ]
+    same = [{"text": "ab", "id": 5}]
+    same += [{"input_ids": [5, 6, 7], "loss_mask": mask} for mask in ([False, True, True], [0, True, 1])]
+    store = prepare(tmp_path, kinds, kinds[::-1], same, deduplicate=True)
+    assert store.facts["duplicates"] == len(kinds) + 3
+    assert store.facts["input_documents"] == [len(kinds), 0, 0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_store_without_duplicates_is_that_of_the_different_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+):
+    monkeypatch.setattr(prepare_module, "BATCH_BYTES", 2000)
+    texts = make_texts(200)
+    repeated = texts[:120] + texts[40:200] + texts[::-1]
+    halves = [[{"text": text} for text in part] for part in (repeated[:150], repeated[150:])]
+    options = {"validation_fraction": 0.2, "deduplicate": True}
+    store = prepare(tmp_path / "all", *halves, workers=workers, **options)
+    once = prepare(tmp_path / "once", [{"text": text} for text in texts], **options)
+    assert store.facts["duplicates"] == len(repeated) - len(texts)
+    assert store.zlib_bits_per_byte == once.zlib_bits_per_byte
+    for split in ("train", "validation"):
+        found, expected = (list(s.split(split).iterate()) for s in (store, once))
+        assert [ids.tolist() for ids, _ in found] == [ids.tolist() for ids, _ in expected]

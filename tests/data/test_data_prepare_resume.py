@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -19,13 +18,18 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from hypothesis import given
+from hypothesis import strategies as st
 from support.corpora import make_texts, make_tokenizer, write_jsonl
+from support.faulty_io import Tree, read_tree, write_tree
+from support.fuzzing import altered_bytes, altered_json, dumped, fuzzed
 
 from llm_pretrain.data import preparation as prepare_module
 from llm_pretrain.data import store_writer
 from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError, OutputError
+from llm_pretrain.files import MARKER
 
 OPERATIONS = (
     *((Path, name) for name in ("rename", "replace", "mkdir", "unlink", "write_text")),
@@ -36,10 +40,6 @@ OPERATIONS = (
 
 MIDDLE = 80
 """An operation amid the work, after several commits."""
-
-
-def all_files(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.fixture
@@ -103,12 +103,12 @@ def run_until_killed(work: Callable[[], object], kill_at: int) -> bool:
     return status != 0
 
 
-def expected_files(preparation: Preparation) -> dict[str, bytes]:
+def expected_files(preparation: Preparation) -> Tree:
     whole = replace(preparation, output=Path(preparation.output).with_name("whole"), commit_seconds=1e9)
-    return all_files(prepare_store(whole).path)
+    return read_tree(prepare_store(whole).path)
 
 
-@pytest.mark.parametrize("apart", [24, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("apart", [40, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_preparation_killed_anywhere_gives_the_same_bytes(preparation: Preparation, apart: int):
     """The run is killed at an operation, and started again; the points lie closely over all of the work."""
     expected = expected_files(preparation)
@@ -122,18 +122,18 @@ def test_a_preparation_killed_anywhere_gives_the_same_bytes(preparation: Prepara
             prepare_store(preparation)
         else:  # killed between the last two files that are removed; all the work is done
             shutil.rmtree(output.with_name(".store.partial"))
-        assert all_files(output) == expected, f"killed at operation {kill_at}"
+        assert read_tree(output) == expected, f"killed at operation {kill_at}"
         assert not list(output.parent.glob(".*"))
         shutil.rmtree(output)
-    assert len(points) > 15
-    assert all_files(output) == expected
+    assert len(points) > 13
+    assert read_tree(output) == expected
 
 
 def test_the_replaced_store_is_restored_if_the_new_one_fails(
     preparation: Preparation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Killed between the two renamings that replace a store, and then started with other, broken input."""
-    before = all_files(prepare_store(replace(preparation, validation_fraction=0.5)).path)
+    before = read_tree(prepare_store(replace(preparation, validation_fraction=0.5)).path)
     again = replace(preparation, overwrite=True)
     expected = expected_files(again)
     output, rename = Path(preparation.output), Path.rename
@@ -155,27 +155,18 @@ def test_the_replaced_store_is_restored_if_the_new_one_fails(
     bad.write_text("{")
     with pytest.raises(DataError):
         prepare_store(replace(again, input=[str(bad)], on_error="fail"))
-    assert all_files(output) == before
+    assert read_tree(output) == before
     assert not list(output.parent.glob(".*"))
     killed()
-    assert all_files(prepare_store(again).path) == expected
+    assert read_tree(prepare_store(again).path) == expected
     assert not list(output.parent.glob(".*"))
 
 
-def test_a_preparation_killed_with_one_worker_resumes_with_two(preparation: Preparation):
+def test_a_preparation_killed_again_and_again_completes_with_more_workers(preparation: Preparation):
     expected = expected_files(preparation)
-    assert run_until_killed(lambda: prepare_store(preparation), MIDDLE)
-    assert all_files(prepare_store(replace(preparation, workers=2)).path) == expected
-
-
-def test_a_preparation_killed_repeatedly_completes(preparation: Preparation):
-    expected = expected_files(preparation)
-    kill_at, kills = 30, 0
-    while run_until_killed(lambda: prepare_store(preparation), kill_at):
-        kills += 1
-        kill_at += 10  # at last there is enough time for what comes after the last commit
-    assert kills > 4
-    assert all_files(Path(preparation.output)) == expected
+    for kill_at in range(30, 80, 10):
+        assert run_until_killed(lambda: prepare_store(preparation), kill_at)
+    assert read_tree(prepare_store(replace(preparation, workers=2)).path) == expected
 
 
 def test_finished_batches_are_not_encoded_again(preparation: Preparation, monkeypatch: pytest.MonkeyPatch):
@@ -197,64 +188,85 @@ def test_finished_batches_are_not_encoded_again(preparation: Preparation, monkey
     assert sum(done) == size
 
 
-@pytest.mark.parametrize(
-    "change", ["input", "option", "tokenizer", "order", "text", "rename", "copy", "damage"]
-)
-def test_changed_inputs_or_options_start_from_the_beginning(preparation: Preparation, change: str):
+def with_other_text(preparation: Preparation, put: Callable[[Path, Path], object]) -> Preparation:
+    """A file of the same size and time, as `rsync -t` and `cp -p` leave it."""
+    file = Path(preparation.input[0])
+    new = file.with_suffix(".new")
+    new.write_text(file.read_text().replace("one", "two"))
+    shutil.copystat(file, new)
+    put(new, file)
+    return preparation
+
+
+def with_another_tokenizer(preparation: Preparation) -> Preparation:
+    folder = Path(preparation.output).with_name("other")
+    return replace(preparation, tokenizer=make_tokenizer(folder, bos=False))
+
+
+def shorter(data: bytes) -> bytes:
+    return data[:8]
+
+
+def zeros(data: bytes) -> bytes:
+    return bytes(len(data))
+
+
+def with_damage(preparation: Preparation, name: str, change: Callable[[bytes], bytes]) -> Preparation:
+    file = Path(preparation.output).with_name(".store.partial") / name
+    file.write_bytes(change(file.read_bytes()))
+    return preparation
+
+
+CHANGES: dict[str, Callable[[Preparation], Preparation]] = {
+    "an input less": lambda preparation: replace(preparation, input=preparation.input[1:]),
+    "another order": lambda preparation: replace(preparation, input=preparation.input[::-1]),
+    "an option": lambda preparation: replace(preparation, deduplicate=False),
+    "a tokenizer": with_another_tokenizer,
+    "text, renamed": lambda preparation: with_other_text(preparation, shutil.move),
+    "text, copied": lambda preparation: with_other_text(preparation, shutil.copy2),
+    "offsets cut": lambda preparation: with_damage(preparation, "store/train/offsets.bin", shorter),
+    "keys cut": lambda preparation: with_damage(preparation, "document-keys", shorter),
+    "a shard of zeros": lambda preparation: with_damage(preparation, "store/train/tokens-00000.bin", zeros),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_inputs_or_options_start_from_the_beginning(preparation: Preparation, name: str):
     assert run_until_killed(lambda: prepare_store(preparation), MIDDLE)
-    partial = Path(preparation.output).with_name(".store.partial")
-    assert (partial / "state.json").exists()
-    other = preparation
-    if change == "input":
-        other = replace(preparation, input=preparation.input[1:])
-    elif change == "option":
-        other = replace(preparation, deduplicate=False)
-    elif change == "tokenizer":
-        other = replace(preparation, tokenizer=make_tokenizer(partial.with_name("other"), bos=False))
-    elif change == "order":
-        other = replace(preparation, input=preparation.input[::-1])
-    elif change == "text":
-        file = Path(preparation.input[0])
-        file.write_text(file.read_text().replace("one", "two"))
-        os.utime(file, (1, 1))
-    elif change in ("rename", "copy"):  # as by `rsync -t` and `cp -p`, of a file of the same size and time
-        file = Path(preparation.input[0])
-        new = file.with_suffix(".new")
-        new.write_text(file.read_text().replace("one", "two"))
-        shutil.copystat(file, new)
-        shutil.move(new, file) if change == "rename" else shutil.copy2(new, file)
-    else:
-        file = next((partial / "store").rglob("offsets.bin"))
-        file.write_bytes(file.read_bytes()[:8])
+    assert Path(preparation.output).with_name(".store.partial").joinpath("state.json").exists()
+    other = CHANGES[name](preparation)
     notices: list[str] = []
     store = prepare_store(replace(other, notice=notices.append))
     assert notices == []
-    assert all_files(store.path) == expected_files(other)
+    assert read_tree(store.path) == expected_files(other)
 
 
-def test_the_test_above_detects_files_that_are_not_truncated(
-    preparation: Preparation, monkeypatch: pytest.MonkeyPatch
-):
-    """Without truncation and its hash check, data written after the last commit stays in the files."""
-
-    def untruncated(self: Any, path: Path, keep: int | None = None, sha256: str = "") -> None:
-        self.path, self._hash, self.bytes = path, hashlib.sha256(), 0
-        self._file = path.open("wb" if keep is None else "ab")
-        for data in self.content():
-            self._hash.update(data)
-            self.bytes += len(data)
-
+@pytest.mark.fuzz
+def test_any_state_of_prepare_makes_the_right_store(preparation: Preparation):
     expected = expected_files(preparation)
-    monkeypatch.setattr(store_writer.HashedFile, "__init__", untruncated)
-    for kill_at in range(MIDDLE, MIDDLE + 60):
-        assert run_until_killed(lambda: prepare_store(preparation), kill_at)
-        try:
-            if all_files(prepare_store(replace(preparation, workers=1)).path) != expected:
-                return
-        except Exception:  # any error is a difference too
-            return
-        shutil.rmtree(preparation.output, ignore_errors=True)
-    pytest.fail("every store was the expected one")
+    assert run_until_killed(lambda: prepare_store(preparation), MIDDLE)
+    output = Path(preparation.output)
+    partial = output.with_name(".store.partial")
+    kept = read_tree(partial)
+    marks = {"lock", MARKER}  # without these it would be somebody else's folder
+    files = {name: content for name, content in kept.items() if content is not None and name not in marks}
+    state = json.loads(files["state.json"])
+
+    @fuzzed(25)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        for folder in (partial, output):
+            shutil.rmtree(folder, ignore_errors=True)
+        write_tree(kept, partial)
+        name = data.draw(st.sampled_from(["state.json", *sorted(files)]))
+        by_value = name == "state.json" and data.draw(st.booleans())
+        content = altered_json(state).map(dumped) if by_value else altered_bytes(files[name])
+        (partial / name).write_bytes(data.draw(content))
+        prepare_store(preparation)
+        assert read_tree(output) == expected
+        assert not partial.exists()
+
+    check()
 
 
 def test_a_second_prepare_of_one_output_is_refused(preparation: Preparation, tmp_path: Path):
@@ -284,13 +296,17 @@ def test_an_interrupted_run_keeps_what_was_committed(preparation: Preparation, t
         prepare_store(replace(preparation, progress=interrupt))
     assert not (tmp_path / "store").exists()
     assert (tmp_path / ".store.partial" / "state.json").exists()
-    assert all_files(prepare_store(preparation).path) == expected
+    store = prepare_store(preparation)
+    assert read_tree(store.path) == expected
     assert not (tmp_path / ".store.partial").exists()
+    counts = {name: store.facts[name] for name in ("duplicates", "deduplicated", "skipped")}
+    assert counts == {"duplicates": 3, "deduplicated": True, "skipped": {"empty document": 1, "no text": 1}}
+    assert store.facts["input_documents"] == [50, 31]
 
 
 def test_workers_end_when_the_main_process_is_killed(tmp_path: Path):
     """Else they would wait for their next batch for ever, each with the memory of a tokenizer."""
-    corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": "x" * 2000}] * 30_000)
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": "x" * 2000}] * 8000)
     command = [
         *(sys.executable, "-m", "llm_pretrain", "prepare", "--input", str(corpus), "--workers", "2"),
         *("--tokenizer", str(make_tokenizer(tmp_path / "tokenizer")), "--output", str(tmp_path / "store")),
@@ -307,13 +323,3 @@ def test_workers_end_when_the_main_process_is_killed(tmp_path: Path):
     process.wait()
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive
-
-
-def test_a_store_counts_what_was_left_out(preparation: Preparation):
-    facts = prepare_store(preparation).facts
-    assert facts["duplicates"] == 3
-    assert facts["skipped"] == {"empty document": 1, "no text": 1}
-    assert sum(facts["input_documents"]) == 81
-    assert facts["input_documents"][0] == 50
-    state = json.loads((Path(preparation.output) / "store.json").read_text())
-    assert state["deduplicated"] is True

@@ -192,6 +192,16 @@ def command(request, capfd) -> Callable[..., tuple[int, str]]:
     return here if request.param == "here" else apart
 
 
+def readers_of_weights(folder: Path, store: Path, output: Path) -> list[tuple[object, ...]]:
+    """The commands that read a run."""
+    return [
+        ("generate", folder, "--prompt", "one", "--max_new_tokens", "4"),
+        ("evaluate", folder, "--store", store, "--max_batches", "1"),
+        ("export", folder / "weights/step-00000003", "--to", "huggingface", "--output", output),
+        ("verify", folder),
+    ]
+
+
 def test_pickles_are_never_run(scenario, probe, store, command, tmp_path):
     """Training that goes on, and each command that reads weights: with bait beside what they read."""
     shutil.copytree(store, tmp_path / "store")
@@ -206,19 +216,7 @@ def test_pickles_are_never_run(scenario, probe, store, command, tmp_path):
     assert Finished(0, "", folder).attempts[-1]["step"] == 2
     check_end(scenario, folder)
     plant(folder, exploded)
-    for arguments in (
-        ("generate", folder, "--prompt", "one", "--max_new_tokens", "4"),
-        ("evaluate", folder, "--store", tmp_path / "store", "--max_batches", "1"),
-        (
-            "export",
-            folder / "weights/step-00000003",
-            "--to",
-            "huggingface",
-            "--output",
-            tmp_path / "exported",
-        ),
-        ("verify", folder),
-    ):
+    for arguments in readers_of_weights(folder, tmp_path / "store", tmp_path / "exported"):
         code, output = command(*arguments)
         assert code == 0, f"{arguments}: {output[-3000:]}"
     assert not exploded.exists()
@@ -244,12 +242,7 @@ def test_pickles_in_place_of_files_are_never_run(scenario, probe, store, command
     for number, file in enumerate(victims):
         before = file.read_bytes()
         file.write_bytes(archive.getvalue() if number % 2 else plain)
-        for arguments in (
-            ("generate", folder, "--prompt", "one", "--max_new_tokens", "4"),
-            ("evaluate", folder, "--store", store, "--max_batches", "1"),
-            ("export", folder / "weights/step-00000003", "--to", "huggingface", "--output", tmp_path / "out"),
-            ("verify", folder),
-        ):
+        for arguments in readers_of_weights(folder, store, tmp_path / "out"):
             code, output = command(*arguments)
             assert code == 0 or "error: " in output or arguments[0] == "verify", (
                 f"{arguments}, {file}: {output}"
@@ -261,8 +254,7 @@ def test_pickles_in_place_of_files_are_never_run(scenario, probe, store, command
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-@pytest.mark.parametrize("damage", ["one bit", "removed"])
+@pytest.mark.parametrize(("launcher", "damage"), [("torchrun", "one bit"), ("accelerate", "removed")])
 def test_a_launched_run_takes_the_older_one(launcher, damage, options, undisturbed, tmp_path):
     """Two processes and the public commands: a file of the second rank, or the manifest."""
     folder = tmp_path / "run"
