@@ -1,4 +1,4 @@
-"""`llm-pretrain replay` whose ranks are forked (`support.fork_server`), and runs to replay."""
+"""`llm-pretrain replay` and `parity` whose ranks are forked (`support.fork_server`), and runs to replay."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,25 @@ from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_
 from llm_pretrain.launch import jobs
 from llm_pretrain.launch.jobs import Job, LaunchContext, Machine, launch_settings
 
+Before = tuple[str, list[Any]]
+"""`module:function` and its arguments, called in every rank first: a fault."""
+
 
 class ForkedJob:
     """As `RunningJob`, with forked ranks."""
 
-    def __init__(self, job: Job, context: LaunchContext, gpus: Sequence[int] = ()):
+    def __init__(
+        self, job: Job, context: LaunchContext, gpus: Sequence[int] = (), before: Sequence[Before] = ()
+    ):
         self.job, self.timed_out, self.done, self._began = job, False, False, time.monotonic()
         job.log.parent.mkdir(parents=True, exist_ok=True)
         file = job.log.with_suffix(".accelerate.yaml")
         file.write_text(
             json.dumps(launch_settings(job.strategy, context.zero_stage, job.world_size, on_gpu=False))
         )
-        self.launch = ForkedLaunch(job.path, job.world_size, job.folder, job.options, accelerate_file=file)
+        self.launch = ForkedLaunch(
+            job.path, job.world_size, job.folder, job.options, accelerate_file=file, before=before
+        )
 
     @property
     def seconds(self) -> float:
@@ -74,6 +82,13 @@ def run_replay(run: Path, output: Path, *options: str) -> tuple[int, dict[str, A
         patch.setattr(jobs, "RunningJob", ForkedJob)
         code = main(["replay", str(run), "--output", str(output), *options])
     return code, json.loads((output / "replay.json").read_text())
+
+
+def run_parity(options: Sequence[str], before: Sequence[Before] = ()) -> int:
+    """Exit code of `llm-pretrain parity` with forked ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "RunningJob", partial(ForkedJob, before=before))
+        return main(["parity", *options])
 
 
 def rewrite_rows(run: Path, change: Callable[[dict[str, Any]], object]) -> None:

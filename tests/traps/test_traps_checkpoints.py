@@ -1,17 +1,4 @@
-"""Traps of checkpoints: each check passes on our code and fails with the mistake put in.
-
-| trap | check |
-|---|---|
-| half-precision weights as resume source; moments dropped because the optimizer had no state yet | no drift |
-| half loaded into fp32, or saved from half, without a word | refused |
-| a writing thread fails, and the save reports success | the save fails |
-| no checksums: a flipped bit loads silently | passed over for the older one |
-| overwriting by default, and no mark of completion | a save cut short changes nothing |
-| the old checkpoint deleted before the new one is written | a failed save leaves it |
-| Accelerate's own `save_state`, which does that, and pickles | not used |
-| metadata that is a pickle | JSON and safetensors only, nothing is unpickled |
-| the loss scaler's state lost; a disabled scaler's empty state does not load into an enabled one | restored |
-"""
+"""Traps of checkpoints: each check passes on our code and fails with the mistake put in."""
 
 from __future__ import annotations
 
