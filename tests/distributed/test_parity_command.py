@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.broken_scripts import write_scripts
 from support.corpora import make_store
 from support.forked_replay import run_parity
 from support.launching import ROOT
@@ -201,7 +203,7 @@ def test_an_interrupted_run_continues_on_other_paths_and_world_sizes(
     small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     more = ("--world-size", "1", "--interrupt", "torchrun@2:17,accelerate@1:31")
-    code = run_parity(options("tiny-moe", small_store, tmp_path, *more))
+    code = main(["parity", *options("tiny-moe", small_store, tmp_path, *more)])
     result = parity_of(tmp_path)
     assert code == 0, capsys.readouterr().out
     interrupted = result["interrupted"]
@@ -222,5 +224,6 @@ def test_a_silent_start_from_zero_is_a_violation(
     """All rows are right, and the run was not continued."""
     blind = ("support.process_faults:find_no_checkpoint", [])
     more = ("--paths", "torchrun", "--world-size", "1", "--steps", "30", "--interrupt", "torchrun@1:6")
-    assert run_parity(options("tiny-dense", small_store, tmp_path, *more), [blind]) == 1
+    with chdir(write_scripts(tmp_path / "scripts", blind)):
+        assert main(["parity", *options("tiny-dense", small_store, tmp_path / "parity", *more)]) == 1
     assert "began at step 1, expected" in capsys.readouterr().out

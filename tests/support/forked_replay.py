@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from support.launching import ForkedLaunch
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.audit import replay
+from llm_pretrain.audit import parity, replay  # noqa: F401 (parity binds RunningJob as it is imported)
 from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_manifest
 from llm_pretrain.launch import jobs
 from llm_pretrain.launch.jobs import Job, LaunchContext, Machine, launch_settings
@@ -31,9 +30,9 @@ Before = tuple[str, list[Any]]
 class ForkedJob:
     """As `RunningJob`, with forked ranks."""
 
-    def __init__(
-        self, job: Job, context: LaunchContext, gpus: Sequence[int] = (), before: Sequence[Before] = ()
-    ):
+    before: Sequence[Before] = ()
+
+    def __init__(self, job: Job, context: LaunchContext, gpus: Sequence[int] = ()):
         self.job, self.timed_out, self.done, self._began = job, False, False, time.monotonic()
         job.log.parent.mkdir(parents=True, exist_ok=True)
         file = job.log.with_suffix(".accelerate.yaml")
@@ -41,7 +40,7 @@ class ForkedJob:
             json.dumps(launch_settings(job.strategy, context.zero_stage, job.world_size, on_gpu=False))
         )
         self.launch = ForkedLaunch(
-            job.path, job.world_size, job.folder, job.options, accelerate_file=file, before=before
+            job.path, job.world_size, job.folder, job.options, accelerate_file=file, before=self.before
         )
 
     @property
@@ -87,7 +86,7 @@ def run_replay(run: Path, output: Path, *options: str) -> tuple[int, dict[str, A
 def run_parity(options: Sequence[str], before: Sequence[Before] = ()) -> int:
     """Exit code of `llm-pretrain parity` with forked ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "RunningJob", partial(ForkedJob, before=before))
+        patch.setattr(jobs, "RunningJob", type("FaultyJob", (ForkedJob,), {"before": before}))
         return main(["parity", *options])
 
 
