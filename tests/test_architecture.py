@@ -103,7 +103,7 @@ def modules_used(path: Path) -> set[str]:
 
 def test_imports_run_one_way_and_reach_one_level_into_another_part():
     """What is deeper is imported from the `__init__` of its folder."""
-    for path, name in [(path, name) for path in modules() for name in modules_used(path)]:
+    for path, name in [(each, name) for each in modules() for name in modules_used(each)]:
         part, pieces = part_of(path), name.split(".")
         assert len(pieces) > 1, f"{path} imports the package's root"
         assert pieces[1] in {part, *ALLOWED[part]}, f"{path}: {part} imports {name}"

@@ -11,6 +11,7 @@ import compare_commits
 import pytest
 import torch
 from compare_commits import Tree, compare_runs, known_to_both, same_tensor
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.finished_runs import FinishedRun
 from support.fork_server import ForkServer
@@ -43,10 +44,12 @@ def change_late_row(run: Path) -> None:
 def change_tensor(run: Path) -> None:
     """A number of the last checkpoint becomes the next larger one."""
     file = next((run / "checkpoints" / f"step-{STEPS:08d}").glob("*.safetensors"))
+    with safe_open(file, "pt") as content:
+        metadata = content.metadata()
     tensors = load_file(file)
     name = next(name for name, tensor in sorted(tensors.items()) if tensor.is_floating_point())
     tensors[name].view(-1)[0] = tensors[name].view(-1)[0].nextafter(torch.tensor(9.0))
-    save_file(tensors, file)
+    save_file(tensors, file, metadata)
 
 
 def change_weights(run: Path) -> None:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import llm_pretrain.optim.adamw as adamw
-import llm_pretrain.optim.muon as muon
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.data.loader import shard
 from llm_pretrain.model.layers import FeedForward
@@ -230,16 +228,6 @@ def another_optimizer(patch: Patch, engine: type) -> None:
     """AdamW's unfused kernel."""
     fused = adamw.AdamW
     patch.setattr(adamw, "AdamW", lambda *a, **options: fused(*a, **options | {"fused": False}))
-
-
-def orthogonalised_in_parts(patch: Patch, engine: type) -> None:
-    """Each rank takes its rows of a matrix for the whole."""
-
-    def alone(buckets: Any, shards: Any, replicas: Any, dtype: torch.dtype, found_inf: Any) -> None:
-        for batch in chain(*buckets):
-            muon._update_alone(batch, dtype, found_inf)
-
-    patch.setattr(muon, "_update_sharded", alone)
 
 
 # Gradient scaling, by hand in fp16

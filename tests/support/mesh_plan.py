@@ -71,7 +71,6 @@ KINDS: dict[str, Changes] = FLOAT64 | {
     "muon": {"optimizer": {"name": "muon"}},
     "checkpointed": {"training": {"activation_checkpointing": True}, "model": {"hidden_dropout": 0.1}},
     "waiting": {"distributed": {"sync_each_batch": False}},
-    "compiled": {"training": {"compile": "on"}},
 }
 
 
@@ -188,8 +187,7 @@ for (kind, changes), (mesh, sizes) in itertools.product(MATRICES.items(), DIVIDE
         CASES[f"torchrun {mesh} {kind}"] = Case("torchrun", (in_float64,), meshed(changes, sizes))
 for kind, (mesh, sizes) in itertools.product(("fp32", "bf16"), DIVIDED.items()):
     CASES[f"accelerate {mesh} {kind}"] = Case("accelerate", changes=meshed(KINDS[kind], sizes))
-for kind in ("waiting", "compiled"):
-    CASES[f"torchrun tp fsdp {kind}"] = Case("torchrun", changes=meshed(KINDS[kind], TP))
+CASES["torchrun tp fsdp waiting"] = Case("torchrun", changes=meshed(KINDS["waiting"], TP))
 CASES |= {
     "ddp one expert": Case("torchrun", changes=meshed(ONE_EXPERT, None)),
     "torchrun ep one expert": Case("torchrun", changes=meshed(ONE_EXPERT, MESHES["ep"])),
