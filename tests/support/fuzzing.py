@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 
 def fuzzed(examples: int, *, per_cent: int = 100) -> settings:
-    """`examples`, always the same ones, in `make test`; where FUZZ_EXAMPLES is set, that many new ones.
-
-    Args:
-        examples: At least.
-        per_cent: Share of FUZZ_EXAMPLES, for a test whose examples take long.
-    """
+    """`examples`, always the same ones, in `make test`; where FUZZ_EXAMPLES is set, `per_cent` of it, new."""
     wanted = int(os.environ.get("FUZZ_EXAMPLES", "0"))
     return settings(
         max_examples=max(examples, wanted * per_cent // 100),
