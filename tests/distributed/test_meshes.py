@@ -85,9 +85,8 @@ def test_every_case_runs_and_the_ranks_agree(runs: Runs, group: str):
         if name == "other replicas":
             continue
         assert [rank.error for rank in ranks] == [None] * 4, name
-        if name not in ("norms of each part", "norm of own parts"):
-            assert len({tuple(rank.driven.hashes) for rank in ranks}) == 1, name
-            assert len({tuple(rank.driven.grad_norms) for rank in ranks}) == 1, name
+        assert len({tuple(rank.driven.hashes) for rank in ranks}) == 1, name
+        assert len({tuple(rank.driven.grad_norms) for rank in ranks}) == 1, name
 
 
 @pytest.mark.parametrize(
@@ -149,21 +148,6 @@ def test_gradients_are_exact(outcomes: Found, masked_store: Path, mesh: str, kin
 
 
 @pytest.mark.slow
-def test_norms_of_a_part_of_the_positions_are_found(outcomes: Found, masked_store: Path):
-    expected = exact_gradients(masked_store)
-    first, second = (rank.driven.gradients[0] for rank in outcomes("norms of each part")[:2])
-    for name in ("input_layernorm", "q_norm", "mlp.gate", "model.norm"):
-        assert relative_error(first, expected, name) > 0.1
-        assert relative_error(first, second, name) > 0.1
-
-
-@pytest.mark.slow
-def test_router_losses_that_every_rank_counts_are_found(outcomes: Found, masked_store: Path):
-    (gradients,) = outcomes("router losses times ranks")[0].driven.gradients
-    assert relative_error(gradients, exact_gradients(masked_store), "gate.weight") > 0.1
-
-
-@pytest.mark.slow
 def test_layers_that_are_computed_again_gather_the_same(outcomes: Found):
     found, expected = (outcomes(f"torchrun tp fsdp {kind}")[0].driven for kind in ("recomputed", "fp32"))
     assert found.hashes == expected.hashes
@@ -200,23 +184,6 @@ def test_every_rank_holds_as_much_of_the_experts(outcomes: Found):
     """Also where there are fewer experts than ranks, which FSDP would pad."""
     ranks = [rank.driven.local_sizes for rank in outcomes("torchrun ep fsdp two experts")]
     assert len({sum(size for name, size in rank.items() if "experts" in name) for rank in ranks}) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["experts times ranks", "divided twice"])
-def test_a_wrong_scale_of_experts_is_found(outcomes: Found, masked_store: Path, mistake: str):
-    (gradients,) = outcomes(mistake)[0].driven.gradients
-    expected = exact_gradients(masked_store)
-    assert relative_error(gradients, expected, "experts") > 0.4
-    dense = {name: gradient for name, gradient in expected.items() if "experts" not in name}
-    assert relative_error({name: gradients[name] for name in dense}, dense) <= 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["norm of the rest", "norm of own parts"])
-def test_a_mistake_is_found(outcomes: Found, mistake: str):
-    found, expected = outcomes(mistake)[0].driven, outcomes("ddp fp32")[0].driven
-    assert relative_error(found.parameters, expected.parameters) > 1e-4
 
 
 @pytest.mark.slow

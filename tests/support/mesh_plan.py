@@ -9,16 +9,13 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from support import faults, stepping
-from support.faults import Fault, Patch
+from support.faults import Patch
 from support.rank_cases import Case
 
-from llm_pretrain.distributed import expert_parallel, fsdp
 from llm_pretrain.training.agreement import check_parameters
 from llm_pretrain.training.model_setup import build_model, initialize_weights
-from llm_pretrain.training.step import loss_sums
 
 Changes = dict[str, dict[str, Any]]
 
@@ -83,31 +80,6 @@ def in_float64(patch: Patch, engine: type) -> None:
     faults.replace_everywhere(patch, build_model, build)
 
 
-def _experts_divided(factor: float) -> Fault:
-    """The fault of experts' gradients that FSDP divides after their reduction."""
-    right = fsdp.sum_gradients
-
-    def wrong(model: Any) -> None:
-        right(model)
-        for module in model.modules():
-            if isinstance(module, expert_parallel.ParallelExperts):
-                module.set_gradient_divide_factor(factor)  # type: ignore[operator]  # FSDP's
-
-    return faults.replacing(right, wrong)
-
-
-def _norm_of_the_rest(patch: Patch, engine: type) -> None:
-    def clip(parameters: list[Any], max_norm: float) -> Any:
-        dense = [each for each in parameters if each.dim() < 3]
-        norm: Any = torch.nn.utils.get_total_norm([each.grad for each in dense])
-        scale = (max_norm / (norm.full_tensor() + 1e-6)).clamp(max=1.0)
-        for each in parameters:
-            each.grad.to_local().mul_(scale)
-        return norm.full_tensor()
-
-    faults.replace_everywhere(patch, fsdp.clip_over_meshes, clip)
-
-
 def _other_replicas(patch: Patch, engine: type) -> None:
     """The second replica begins with the values of another seed; as in a run, parameters are compared."""
 
@@ -117,39 +89,6 @@ def _other_replicas(patch: Patch, engine: type) -> None:
         check_parameters(ranks, model, "after initialisation")
 
     patch.setattr(stepping, "initialize_weights", initialize)
-
-
-def _balance_of_each_rank(patch: Patch, engine: type) -> None:
-    """The balance loss times the ranks of a group."""
-    import llm_pretrain.training.step as step
-
-    def sums(output: Any) -> Any:
-        loss, z_loss, aux_loss, router_z_loss = loss_sums(output)
-        return loss, z_loss, aux_loss * 4, router_z_loss
-
-    patch.setattr(step, "loss_sums", sums)
-
-
-def _norms_of_each_part(patch: Patch, engine: type) -> None:
-    """What is whole on the `tp` ranks has the gradient of a rank's positions only."""
-    shard = fsdp.shard_full_precision
-
-    def wrong(model: Any, mesh: Any, vocabulary_mesh: Any) -> Any:
-        return shard(model, vocabulary_mesh, vocabulary_mesh)
-
-    faults.replace_everywhere(patch, shard, wrong)
-
-
-def _norm_of_own_parts(patch: Patch, engine: type) -> None:
-    """A rank clips by the norm of what it holds."""
-
-    def clip(parameters: list[Any], max_norm: float) -> Any:
-        own = [each.grad.to_local() for each in parameters]
-        norm = torch.nn.utils.get_total_norm(own)
-        torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
-        return norm
-
-    faults.replace_everywhere(patch, fsdp.clip_over_meshes, clip)
 
 
 ONE_EXPERT: Changes = {"model": {"num_experts": 4, "num_experts_per_tok": 1, "router_aux_loss_coef": 0.0}}
@@ -165,7 +104,7 @@ def meshed(changes: Changes, mesh: dict[str, Any] | None) -> Changes:
 
 
 SEQUENCE = FLOAT64["float64 sequence"]
-TP, EP_FSDP = DIVIDED["tp fsdp"], MESHES["ep fsdp"]
+TP = DIVIDED["tp fsdp"]
 RECOMPUTED: Changes = {"training": {"activation_checkpointing": True}}
 CASES: dict[str, Case] = {}
 for kind, changes in KINDS.items():
@@ -191,16 +130,8 @@ CASES["torchrun tp fsdp waiting"] = Case("torchrun", changes=meshed(KINDS["waiti
 CASES |= {
     "ddp one expert": Case("torchrun", changes=meshed(ONE_EXPERT, None)),
     "torchrun ep one expert": Case("torchrun", changes=meshed(ONE_EXPERT, MESHES["ep"])),
-    "experts times ranks": Case("torchrun", (_experts_divided(0.5), in_float64), meshed(SEQUENCE, EP_FSDP)),
-    "divided twice": Case("torchrun", (_experts_divided(2.0), in_float64), meshed(SEQUENCE, EP_FSDP)),
-    "norm of the rest": Case("torchrun", (_norm_of_the_rest,), meshed({}, EP_FSDP)),
     "other replicas": Case("torchrun", (_other_replicas,), meshed({}, MESHES["ep hsdp"])),
     "torchrun tp fsdp recomputed": Case("torchrun", changes=meshed(RECOMPUTED, TP)),
-    "norms of each part": Case("torchrun", (_norms_of_each_part, in_float64), meshed(SEQUENCE, TP)),
-    "norm of own parts": Case("torchrun", (_norm_of_own_parts,), meshed({}, TP)),
-    "router losses times ranks": Case(
-        "torchrun", (_balance_of_each_rank, in_float64), meshed(SEQUENCE, DIVIDED["tp"])
-    ),
 }
 
 THREE = {"ddp": None, "fsdp": {}, "ep": {"ep_size": 3}}
