@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ class CrashProbe:
             launcher="torchrun",
             outputs=[str(output) for output in outputs],
             before=[*before, arming],
-            ends_together=False,
+            end_seconds=math.inf,
             limit=limit,
             file_size=file_size,
         )
