@@ -37,7 +37,7 @@ from golden_rows import (
     golden_config,
     make_golden_store,
 )
-from support.fork_server import ROOT, ForkServer, Request, start_server
+from support.fork_server import ROOT, SCRIPTS, ForkServer, Request, start_server
 from support.launching import NO_REPORT, TIMEOUT_SECONDS, Finished, checkpoint_tensors, launch_command
 
 from llm_pretrain.audit.comparison import tensor_difference
@@ -62,14 +62,7 @@ print(json.dumps([llm_pretrain.__file__, to_dict(Config())]))
 
 
 class Tree(NamedTuple):
-    """A checkout of the project.
-
-    Args:
-        name: As it was asked for.
-        folder: Its files.
-        settings: Its configuration's sections and fields, with their defaults.
-        server: Forks ranks that run its scripts.
-    """
+    """A checkout of the project, its settings with their defaults, and a server that runs its scripts."""
 
     name: str
     folder: Path
@@ -80,12 +73,11 @@ class Tree(NamedTuple):
         self, launcher: str, world_size: int, folder: Path, config: Path, options: Sequence[str]
     ) -> str | None:
         """Train in a run's folder; returns what it printed if it failed."""
-        script = "train_pretrain" if launcher == "torchrun" else "train_pretrain_accelerate"
         argv = ["--config", str(config), *NO_REPORT, "--run.output_dir", str(folder), *options]
         output = folder.with_name(f"{folder.name}.log")
         request = Request(
             "support.fork_server:run_script",
-            [script, argv],
+            [SCRIPTS[launcher], argv],
             world_size,
             launcher=launcher,
             launcher_options=launch_command(launcher, world_size)[3:-1] if launcher == "accelerate" else [],
@@ -158,15 +150,8 @@ def compare_runs(old: Path, new: Path, first: int = 0) -> str | None:
         for tensor in sorted(left.keys() | right.keys()):
             if tensor not in left or tensor not in right or not same_tensor(left[tensor], right[tensor]):
                 return f"step {step}: the checkpoint's tensor {tensor} differs"
-    files = sorted(
-        {
-            file.relative_to(folder)
-            for folder in (old, new)
-            for file in folder.glob("weights/*/*")
-            if file.name != "README.md"
-        }
-    )
-    for file in files:
+    files = {file.relative_to(folder) for folder in (old, new) for file in folder.glob("weights/*/*")}
+    for file in sorted(each for each in files if each.name != "README.md"):
         if not all((folder / file).exists() for folder in (old, new)):
             return f"{file}: is missing in {'NEW' if (old / file).exists() else 'OLD'}"
         if (old / file).read_bytes() != (new / file).read_bytes():

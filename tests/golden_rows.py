@@ -63,11 +63,9 @@ _NOT_OF_ENVIRONMENT = ("llm_pretrain", "python", "platform", "git_revision")
 
 @dataclass
 class GoldenSet:
-    """The rows of one environment.
+    """The rows of one environment: hardware, torch, threads and variables that change the arithmetic.
 
-    Args:
-        environment: Hardware, torch, threads and variables that change the arithmetic.
-        runs: A run's name, `dense-1` for the dense model at one rank, to its rows by step.
+    `runs`: a run's name, `dense-1` for the dense model at one rank, to its rows by step.
     """
 
     environment: dict[str, Any]

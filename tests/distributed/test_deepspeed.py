@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from support.engines import small_config
 from support.launching import Finished, assert_same_tensors, checkpoint_tensors
+from support.stepping import relative_error
 from support.zero_cases import DIVERGING_STEP, MASKED_STEP, SAVED, STEPS, WORLD_SIZE, run_cases
 
 from llm_pretrain.checkpoints.opening import open_model
@@ -39,10 +39,12 @@ def run(cases: Path, name: str) -> Finished:
 
 def relative_difference(left: Finished, right: Finished) -> float:
     """Norm of the difference over the norm, of all parameters."""
-    found, expected = (checkpoint_tensors(each.folder, STEPS) for each in (left, right))
-    names = [name for name in expected if not name.startswith("optimizer.")]
-    difference = sum(float((found[name] - expected[name]).double().square().sum()) for name in names)
-    return math.sqrt(difference / sum(float(expected[name].double().square().sum()) for name in names))
+    tensors = (checkpoint_tensors(each.folder, STEPS) for each in (left, right))
+    found, expected = (
+        {name: tensor for name, tensor in each.items() if not name.startswith("optimizer.")}
+        for each in tensors
+    )
+    return relative_error(found, expected)
 
 
 def scalars(folder: Path) -> dict:
@@ -127,19 +129,10 @@ def test_an_infinite_gradient_stops_every_rank_before_it_is_saved(cases: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mistake", "sound"),
-    [
-        ("own norm", "ddp"),
-        ("divided twice", "ddp"),
-        ("clipping left out", "ddp unclipped"),
-        ("counter lost", "zero1"),
-    ],
-)
-def test_mistakes_are_seen(cases: Path, mistake: str, sound: str):
+@pytest.mark.parametrize("mistake", ["own norm", "divided twice"])
+def test_mistakes_are_seen(cases: Path, mistake: str):
     """Each of them fails the comparison above that is meant to find it."""
-    allowed = BOUND if mistake == "clipping left out" else 0
-    assert relative_difference(run(cases, mistake), run(cases, sound)) > allowed
+    assert relative_difference(run(cases, mistake), run(cases, "ddp")) > 0
 
 
 def zero_config(**fields: object) -> Config:

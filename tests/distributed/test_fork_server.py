@@ -36,7 +36,7 @@ def test_output_goes_to_a_file(tmp_path: Path):
 
 
 def test_a_rank_that_is_killed_ends_the_others():
-    running = fork_server().start(Request("time:sleep", [TIMEOUT_SECONDS], 2))
+    running = fork_server().start(Request("time:sleep", [TIMEOUT_SECONDS], 2, end_seconds=0.1))
     assert running.poll() is None
     running.send(signal.SIGKILL, rank=0)
     assert running.wait(TIMEOUT_SECONDS) == [-signal.SIGKILL, -signal.SIGTERM]

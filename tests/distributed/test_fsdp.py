@@ -1,6 +1,6 @@
 """Sharded training by hand and through Accelerate: the same bits on both, up to a sum's order those of DDP.
 
-All in two processes that are started once, and in the same two with mistakes put in.
+All in two processes that are started once.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 from support.fsdp_plan import CASES, KINDS
+from support.launching import assert_same_tensors
 from support.rank_cases import Outcome, has_slow, run_ranks, slow_but
 from support.stepping import relative_error
 
 Outcomes = dict[str, list[Outcome]]
 
 
-QUICK = ("fp32", "bf16 unclipped")
-QUICK_CASES = {f"{path} {kind}" for path in ("torchrun", "accelerate", "ddp") for kind in QUICK}
-QUICK_CASES |= {"stays ddp", "stays ddp, uncompared", "by address"}
+QUICK = ("bf16 unclipped",)
+QUICK_CASES = {
+    "stays ddp",
+    *(f"{path} {kind}" for path in ("torchrun", "accelerate", "ddp") for kind in QUICK),
+}
 """The other kinds, and what is compared with them, are slow."""
 
 
@@ -31,14 +33,10 @@ def outcomes(
     return run_ranks(masked_store, folder, plan="fsdp_plan", world_size=2, names=names)
 
 
-def failed(outcomes: Outcomes) -> dict[str, str | None]:
-    return {name: ranks[0].error for name, ranks in outcomes.items() if any(rank.error for rank in ranks)}
-
-
 def test_what_is_right_runs_and_the_ranks_agree(outcomes: Outcomes):
     assert outcomes.keys() in (CASES.keys(), QUICK_CASES)
-    assert set(failed(outcomes)) <= {"stays ddp", "by address", "old parameters"}
     for name, ranks in outcomes.items():
+        assert all(rank.error is None for rank in ranks) == (name != "stays ddp"), name
         first, second = (rank.driven for rank in ranks)
         assert first.hashes == second.hashes, name
         assert first.grad_norms == second.grad_norms, name
@@ -53,8 +51,7 @@ def test_both_paths_give_the_same_bits(outcomes: Outcomes, kind: str):
     assert left.hashes == right.hashes
     assert left.losses == right.losses
     assert left.grad_norms == right.grad_norms
-    assert left.buffers.keys() == right.buffers.keys()
-    assert all(torch.equal(left.buffers[name], right.buffers[name]) for name in left.buffers)
+    assert_same_tensors(left.buffers, right.buffers)
 
 
 @pytest.mark.parametrize("kind", slow_but(QUICK, ["unclipped", "bf16 unclipped"]))
@@ -75,16 +72,6 @@ def test_it_is_ddp_within_rounding(outcomes: Outcomes, kind: str):
         assert left is not None
         assert right is not None
         assert math.isclose(left, right, rel_tol=bound)
-
-
-@pytest.mark.slow
-def test_it_learns(outcomes: Outcomes):
-    """The comparisons above compare something."""
-    losses = outcomes["accelerate long"][0].driven.losses
-    assert len(losses) == 20
-    assert losses[0] is not None
-    assert losses[-1] is not None
-    assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.slow
@@ -109,21 +96,3 @@ def test_a_request_that_would_become_ddp_stops(outcomes: Outcomes):
     for rank in outcomes["stays ddp"]:
         assert rank.error is not None
         assert "distributed.strategy: fsdp, but Accelerate has set up ddp (MULTI_CPU)" in rank.error
-    silent = outcomes["stays ddp, uncompared"][0]
-    assert silent.error is None
-    assert silent.model_class == "DistributedDataParallel", "without the comparison, nobody would know"
-
-
-@pytest.mark.slow
-def test_mistakes_are_seen(outcomes: Outcomes):
-    """Norms, routers, embedding and head in bf16 are another model; reducing early is another sum."""
-    low, right = (outcomes[name][0].driven for name in ("all in low precision", "torchrun bf16 unclipped"))
-    assert relative_error(low.gradients[0], right.gradients[0]) > 1e-3
-    early, right = (outcomes[name][0].driven for name in ("every micro batch reduced", "torchrun unclipped"))
-    assert early.hashes != right.hashes
-    assert outcomes["old parameters"][0].driven.hashes != outcomes["torchrun fp32"][0].driven.hashes
-
-
-def test_empty_parts_of_parameters_find_their_place(outcomes: Outcomes):
-    """The second rank's parts of single experts' routers are empty: Accelerate takes one for the other."""
-    assert "other parameters" in str(outcomes["by address"][0].error)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from support.interrupting import wait_for_step
 from support.launching import (
     ROOT,
-    TIMEOUT_SECONDS,
     Finished,
     assert_same_tensors,
     checkpoint_tensors,
     finish,
+    kill_outright,
     launch,
     start,
 )
@@ -52,12 +50,8 @@ def test_launchers_agree_and_resume_exactly(masked_store: Path, tmp_path: Path, 
 
     folder = tmp_path / "killed"
     process = start("torchrun", 1, folder, chosen, gpu=True)
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + TIMEOUT_SECONDS
-    while not (metrics.exists() and f'"step": {KILL_STEP},' in metrics.read_text()):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
+    wait_for_step(process, folder, KILL_STEP)
+    kill_outright(process)
     finish(process, folder)
     launch("accelerate", 1, folder, chosen, gpu=True)
     continued = Finished(0, "", folder)

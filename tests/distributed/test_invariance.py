@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.launching import Finished, launch, run_options
 
-STEPS = 4
+STEPS = 2
 SPLITS = {"1x8": (1, 3), "2x4": (2, 3), "1x2, larger micro batches": (1, 12)}
 """name: (world size, micro batch size) of a global batch of 24 sequences."""
 

@@ -6,8 +6,6 @@ Each way runs once, for a few steps of the tiny mixture of experts; docs/launchi
 from __future__ import annotations
 
 import os
-import random
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +15,9 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from support.fork_server import free_port
 from support.launching import (
     ACCELERATE_SCRIPT,
-    NO_REPORT,
     ROOT,
     TORCHRUN_SCRIPT,
     Finished,
@@ -28,7 +26,10 @@ from support.launching import (
     environment,
     finish,
     kill_outright,
+    start_command,
 )
+
+from llm_pretrain.hardware import usable_cores
 
 pytestmark = pytest.mark.slow
 
@@ -51,18 +52,6 @@ class Part:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def free_port() -> str:
-    """A port that nobody listens at, outside the range that outgoing connections draw from."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind((HERE, port))
-            except OSError:
-                continue
-            return str(port)
-
-
 def by_hand(script: str, port: str) -> list[Part]:
     """The variables that a launcher would set, without the number of processes on this machine."""
     shared = {"MASTER_ADDR": HERE, "MASTER_PORT": port, "WORLD_SIZE": str(PROCESSES)}
@@ -74,13 +63,9 @@ def by_hand(script: str, port: str) -> list[Part]:
 
 def example_torchrun(port: str) -> list[Part]:
     """examples/multi_node/torchrun.sh on two machines, both of them this one."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shared = {"FIRST": HERE, "PORT": port, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     return [
-        Part(
-            [str(TWO_MACHINES / "torchrun.sh")],
-            {"MACHINE": str(machine), "FIRST": HERE, "PORT": port, "PATH": path},
-        )
-        for machine in range(2)
+        Part([str(TWO_MACHINES / "torchrun.sh")], shared | {"MACHINE": str(machine)}) for machine in range(2)
     ]
 
 
@@ -95,59 +80,40 @@ def accelerate_machines(*options: str) -> list[Part]:
     return [Part([*machines, str(machine), ACCELERATE]) for machine in range(2)]
 
 
+ACCELERATE_FILE = ("--config_file", str(TWO_MACHINES / "accelerate.yaml"))
+OLD_LAUNCH = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch"]
 WAYS: dict[str, Callable[[str], list[Part]]] = {
-    "torch.distributed.run": lambda port: [
-        Part([*RUN, "--nproc_per_node", "2", "--master_port", port, TORCHRUN])
-    ],
+    "run": lambda port: [Part([*RUN, "--nproc_per_node", "2", "--master_port", port, TORCHRUN])],
+    "launch": lambda port: [Part([*OLD_LAUNCH, "--nproc_per_node", "2", "--master_port", port, TORCHRUN])],
     "variables by hand": lambda port: by_hand(TORCHRUN, port),
     "variables by hand, accelerate": lambda port: by_hand(ACCELERATE, port),
-    "torchrun, accelerate": lambda port: [Part([*RUN, "--standalone", "--nproc_per_node", "2", ACCELERATE])],
+    "run, accelerate": lambda port: [Part([*RUN, "--standalone", "--nproc_per_node", "2", ACCELERATE])],
     "accelerate flags": lambda port: [
         Part([*LAUNCH, "--multi_gpu", "--num_processes", "2", "--main_process_port", port, ACCELERATE])
     ],
     "spawn": lambda port: [Part([*SPAWN, Path(TORCHRUN).name])],
     "spawn, accelerate": lambda port: [Part([*SPAWN, Path(ACCELERATE).name])],
-    "torch.distributed.launch": lambda port: [
-        Part(
-            [
-                *(sys.executable, "-W", "ignore", "-m", "torch.distributed.launch"),
-                *("--nproc_per_node", "2", "--master_port", port, TORCHRUN),
-            ]
-        )
-    ],
 }
 """name: the commands, given a free port."""
-
 MACHINES: dict[str, Callable[[str], list[Part]]] = {
     "torchrun": example_torchrun,
     "torchrun c10d": c10d,
-    "accelerate": lambda port: accelerate_machines(
-        "--config_file", str(TWO_MACHINES / "accelerate.yaml"), "--main_process_port", port
-    ),
+    "accelerate": lambda port: accelerate_machines(*ACCELERATE_FILE, "--main_process_port", port),
     "accelerate flags": lambda port: accelerate_machines(
         "--multi_gpu", "--num_machines", "2", "--main_process_port", port
     ),
 }
-
-ALONE: dict[str, Callable[[str], list[Part]]] = {
-    "accelerate script": lambda port: [Part([sys.executable, ACCELERATE])],
-    "accelerate launch": lambda port: [Part([*LAUNCH, "--cpu", "--num_processes", "1", ACCELERATE])],
-    "torchrun, accelerate": lambda port: [Part([*RUN, "--standalone", "--nproc_per_node", "1", ACCELERATE])],
+ALONE = {
+    "accelerate script": [sys.executable, ACCELERATE],
+    "accelerate launch": [*LAUNCH, "--cpu", "--num_processes", "1", ACCELERATE],
+    "run, accelerate": [*RUN, "--standalone", "--nproc_per_node", "1", ACCELERATE],
 }
 
 
 def run(parts: list[Part], folder: Path, options: Sequence[str]) -> Finished:
     """Start all parts together, and wait until each has left with 0."""
     processes = [
-        subprocess.Popen(
-            [*part.command, *NO_REPORT, "--run.output_dir", str(folder), *options],
-            cwd=ROOT,
-            env=environment() | PATIENT | dict(part.variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        start_command(part.command, folder, options, variables=PATIENT | dict(part.variables))
         for part in parts
     ]
     try:
@@ -207,7 +173,7 @@ def test_the_reference_trains(reference: Finished, alone: Finished):
 
 @pytest.mark.parametrize("name", WAYS)
 def test_every_launcher_trains_the_same(name: str, reference: Finished, options: list[str], tmp_path: Path):
-    finished = run(WAYS[name](free_port()), tmp_path / "run", options)
+    finished = run(WAYS[name](str(free_port())), tmp_path / "run", options)
     assert_same(finished, reference)
     assert finished.status["world_size"] == PROCESSES
     engine = "accelerate" if "accelerate" in name else "torchrun"
@@ -217,16 +183,15 @@ def test_every_launcher_trains_the_same(name: str, reference: Finished, options:
 @pytest.mark.parametrize("name", MACHINES)
 def test_two_machines_train_the_same(name: str, reference: Finished, options: list[str], tmp_path: Path):
     """Each of the two believes that the machine is its own, so the number of threads is said."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = ["--distributed.cpu_threads", str(max(1, usable // PROCESSES))]
-    finished = run(MACHINES[name](free_port()), tmp_path / "run", [*options, *threads])
+    threads = ["--distributed.cpu_threads", str(max(1, usable_cores() // PROCESSES))]
+    finished = run(MACHINES[name](str(free_port())), tmp_path / "run", [*options, *threads])
     assert_same(finished, reference)
     assert finished.status["world_size"] == PROCESSES
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_one_process_trains_the_same(name: str, alone: Finished, options: list[str], tmp_path: Path):
-    finished = run(ALONE[name](free_port()), tmp_path / "run", options)
+    finished = run([Part(ALONE[name])], tmp_path / "run", options)
     assert_same(finished, alone)
     assert finished.status["launcher"] == "accelerate"
 

@@ -1,18 +1,29 @@
-"""A checkpoint of any mesh continues on every other one, and an evaluation is the same on all."""
+"""A checkpoint of any mesh and launcher continues on others, and an evaluation is the same on all."""
 
 from __future__ import annotations
 
 import math
 import shutil
+import sys
 from collections.abc import Sequence
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, launch
+from support.fork_server import Request, fork_server
+from support.launching import (
+    NO_REPORT,
+    ROOT,
+    TIMEOUT_SECONDS,
+    Finished,
+    assert_same_tensors,
+    checkpoint_tensors,
+    launch,
+    run_options,
+)
 from support.stepping import relative_error
 
+from llm_pretrain.checkpoints.manifest import read_manifest
 from llm_pretrain.checkpoints.opening import open_model
 from llm_pretrain.checkpoints.weights import save_weights
 
@@ -20,6 +31,7 @@ pytestmark = pytest.mark.slow
 
 SAVED, STEPS = 2, 4
 LAYOUTS: dict[str, list[str]] = {
+    "one process": ["--distributed.strategy", "ddp"],
     "ddp": ["--distributed.strategy", "ddp"],
     "fsdp": [],
     "hsdp": ["--distributed.dp_replicate_size", "2"],
@@ -29,6 +41,9 @@ LAYOUTS: dict[str, list[str]] = {
     "tp": ["--distributed.tp_size", "2"],
 }
 STAGES = {"pp": ["--distributed.pp_size", "2"]}
+WHOLE = ("one process", "ddp", "fsdp", "hsdp")
+"""Layouts in which a rank computes a sequence alone: evaluations and samples are the same bits."""
+SAMPLES = ("--evaluation.sample_prompts", "[one, two]", "--evaluation.sample_tokens", "4")
 
 
 def run(
@@ -48,11 +63,13 @@ def run(
         *("--distributed.strategy", "fsdp", "--distributed.cpu_threads", "1", *(LAYOUTS | STAGES)[layout]),
         *("--model.router_bias_update_rate", "1e-3", "--optimizer.ema_decay", "0.9"),
         *("--evaluation.eval_steps", "1", "--evaluation.max_batches", "6"),
+        *(SAMPLES if layout in WHOLE else ()),
         *("--checkpoint.save_steps", "2", "--checkpoint.keep_last", "9"),
         *options,
     ]
     file = ROOT / "configs" / "accelerate" / "fsdp2.yaml"
-    return launch(launcher, 4, folder, chosen, accelerate_file=file, **more)
+    world_size = 1 if layout == "one process" else 4
+    return launch(launcher, world_size, folder, chosen, accelerate_file=file, **more)
 
 
 @pytest.fixture(scope="module")
@@ -71,29 +88,31 @@ def saved(masked_store: Path, folder: Path) -> dict[str, Finished]:
     return {name: run(masked_store, folder / name, name, SAVED) for name in LAYOUTS}
 
 
-@pytest.mark.parametrize("layout", ["hsdp", "ep fsdp", "ep hsdp", "tp"])
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "ep fsdp", "ep hsdp", "tp"])
 def test_both_launchers_write_the_same(
     masked_store: Path, saved: dict[str, Finished], layout: str, tmp_path: Path
 ):
-    by_hand, accelerated = saved[layout], run(masked_store, tmp_path / "run", layout, SAVED, "accelerate")
+    by_hand = saved[layout]
+    accelerated = run(masked_store, tmp_path / "run", layout, SAVED, "accelerate", real=layout == "fsdp")
     assert accelerated.exact_rows() == by_hand.exact_rows()
     assert len(accelerated.rows) == 1 + SAVED, "with the evaluation before the first step"
     assert_same_tensors(*(checkpoint_tensors(each.folder, SAVED) for each in (by_hand, accelerated)))
+    manifest = read_manifest(by_hand.folder / "checkpoints" / f"step-{SAVED:08d}")
+    assert (manifest.run.strategy, manifest.run.world_size, len(manifest.files)) == ("fsdp", 4, 4)
     sizes = [each.stat().st_size for each in (by_hand.folder / "checkpoints").rglob("shard-*")]
-    assert sizes, "one file for each rank"
-    assert max(sizes) < 1.1 * min(sizes), "each writes as much"
+    assert max(sizes) < 1.1 * min(sizes), "each rank writes as much"
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "ddp"])
 def test_an_evaluation_between_steps_is_that_of_ddp(saved: dict[str, Finished], layout: str):
     """Of six batches over four ranks, so that two have none of the second round."""
     found, expected = saved[layout].rows, saved["ddp"].rows
     for step in range(SAVED + 1):
         assert math.isclose(found[step]["eval/loss"], expected[step]["eval/loss"], rel_tol=1e-6)
-    if (
-        "ep" not in layout and layout != "tp"
-    ):  # before training only the order of sums could differ, and it does not
+    if layout in WHOLE:  # before training only the order of sums could differ, and it does not
         assert found[0]["eval/loss"] == expected[0]["eval/loss"]
+        samples = [(saved[each].folder / "samples.jsonl").read_text() for each in (layout, "ddp")]
+        assert samples[0].splitlines()[:2] == samples[1].splitlines()[:2], "of the first evaluation"
 
 
 @pytest.mark.parametrize("layout", ["ep", "ep hsdp"])
@@ -147,7 +166,12 @@ def test_weights_are_those_that_one_process_writes(saved: dict[str, Finished], l
     assert (weights / names[0]).read_bytes() == (alone / names[0]).read_bytes()
 
 
-@pytest.mark.parametrize(("source", "target"), list(permutations(LAYOUTS, 2)))
+NAMES = list(LAYOUTS)
+MOVES = [(source, NAMES[(k + step) % len(NAMES)]) for step in (1, 3) for k, source in enumerate(NAMES)]
+"""Each layout's checkpoint on two others, and on each two others' checkpoints."""
+
+
+@pytest.mark.parametrize(("source", "target"), MOVES)
 def test_another_mesh_continues(
     masked_store: Path, straight: Finished, saved: dict[str, Finished], source: str, target: str
 ):
@@ -157,7 +181,8 @@ def test_another_mesh_continues(
     written = folder / "weights" / f"step-{SAVED:08d}" / "model.safetensors"
     weights = written.read_bytes()
     shutil.rmtree(written.parent)
-    rows = run(masked_store, folder, target, STEPS).rows
+    launcher = "torchrun" if target in ("one process", "ddp") else "accelerate"
+    rows = run(masked_store, folder, target, STEPS, launcher).rows
     assert written.read_bytes() == weights
     assert sorted(rows) == list(range(STEPS + 1))
     for step in range(1, STEPS + 1):
@@ -170,3 +195,16 @@ def test_another_mesh_continues(
     error = relative_error(found, wanted)
     assert error < 1e-5, error
     shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_thread_of_the_process_group_outlives_it(masked_store: Path, tmp_path: Path):
+    """One that does aborts a finished run now and then, as the interpreter leaves."""
+    options = run_options("tiny-moe", masked_store, "training.max_steps=1 distributed.strategy=fsdp")
+    arguments, output = [str(tmp_path / "run"), [*NO_REPORT, *options]], tmp_path / "output"
+    request = Request("support.probes:list_threads", arguments, 2, launcher="torchrun", output=str(output))
+    assert fork_server().run(request, TIMEOUT_SECONDS) == [0, 0], output.read_text()
+    for rank in range(2):
+        threads = (tmp_path / "run" / f"threads-{rank}").read_text()
+        assert "python" in threads
+        assert "gloo" not in threads

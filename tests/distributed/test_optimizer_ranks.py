@@ -77,29 +77,7 @@ def test_with_clipping_it_is_whole_muon_within_rounding(outcomes: Outcomes):
     assert relative_error(sharded.parameters, ddp.parameters) <= 5e-3
 
 
-@pytest.mark.slow
-def test_a_rank_that_orthogonalises_its_part_alone_is_seen(outcomes: Outcomes):
-    wrong, right = outcomes["in parts"][0].driven, outcomes["torchrun ddp four experts"][0].driven
-    assert relative_error(wrong.parameters, right.parameters) > 2e-2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ["torchrun", "accelerate"])
-def test_one_rank_s_infinite_gradient_skips_the_step_on_all(outcomes: Outcomes, path: str):
-    for rank in outcomes[f"{path} one rank NaN"]:
-        assert rank.driven.skipped == ["nonfinite_gradient"] * 3
-        assert len(set(rank.driven.hashes)) == 1
-
-
-@pytest.mark.slow
-def test_fp16_steps_alike_whole_and_sharded(outcomes: Outcomes):
-    ddp, sharded = (outcomes[f"torchrun {strategy} fp16"][0].driven for strategy in ("ddp", "fsdp"))
-    assert ddp.skipped == sharded.skipped
-    assert ddp.skipped[-1] is None
-    assert relative_error(sharded.parameters, ddp.parameters) < 1e-3
-
-
-@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=slow_but([3], [2, 3, 4]))
 def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Steps:
     """On four ranks what is sharded has two replicas."""
     return on_ranks(request.param, tmp_path_factory.mktemp("steps"))

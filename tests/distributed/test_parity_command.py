@@ -9,17 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.broken_scripts import MISTAKES, write_mistake, write_scripts
+from support.broken_scripts import write_scripts
 from support.corpora import make_store
-from support.forked_parity import run_parity
+from support.forked_replay import run_parity
 from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.config.loading import from_dict
 from llm_pretrain.data.loader import sequences_per_epoch
+from llm_pretrain.files import read_json
 
-ONE_PROCESS = ("divided twice", "a gate of one's own")
-"""Mistakes that show on one process."""
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    *("--training.global_batch_size", "8", "--training.micro_batch_size", "2"),
+    *("--model.num_hidden_layers", "1"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +35,13 @@ def small_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(preset: str, store: Path, output: Path, *more: str) -> list[str]:
     return [
-        *("parity", "--config", str(ROOT / "configs" / f"{preset}.yaml"), "--output", str(output)),
+        *("--config", str(ROOT / "configs" / f"{preset}.yaml"), "--output", str(output)),
         *("--data.sources", f"[{{store: {store}}}]", "--training.precision", "fp32", *more),
     ]
 
 
-def parity(output: Path, arguments: list[str]) -> tuple[int, dict[str, Any]]:
-    """Exit code and parity.json of a call."""
-    code = main(arguments)
-    return code, json.loads((output / "parity.json").read_text())
+def parity_of(output: Path) -> dict[str, Any]:
+    return read_json(output / "parity.json")
 
 
 def epochs(result: dict[str, Any]) -> float:
@@ -47,33 +50,20 @@ def epochs(result: dict[str, Any]) -> float:
     return result["steps"] * config.training.global_batch_size / sequences_per_epoch(config)
 
 
-@pytest.mark.slow
-def test_both_launchers_on_two_processes_are_identical_in_bf16(
-    small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """A mixture of experts with ragged masks that accumulates over two micro batches."""
-    output = tmp_path / "parity"
-    more = ("--world-size", "2", "--accumulation", "2", "--steps", "3", "--precision", "bf16")
-    code, result = parity(output, options("tiny-moe", small_store, output, *more))
-    assert (code, result["verdict"]) == (0, "holds"), capsys.readouterr().out
-    reference, other = result["cells"]
-    assert (reference["reference"], other["compared_with"]) == (True, "torchrun-w2-a2-bf16")
-    assert [cell["verdict"] for cell in result["cells"]] == ["identical"] * 2
-    for cell in result["cells"]:
-        status = json.loads((Path(cell["folder"]) / "status.json").read_text())
-        assert (status["world_size"], status["launcher"]) == (2, cell["path"]), "really"
+def check_launched(cells: list[dict[str, Any]]) -> None:
+    """Every cell ran as it says."""
+    for cell in cells:
+        status = read_json(Path(cell["folder"]) / "status.json")
+        assert (status["world_size"], status["launcher"]) == (cell["world_size"], cell["path"])
 
 
-@pytest.mark.slow
 def test_the_contract_holds_on_two_paths_and_two_world_sizes_over_an_epochs_edge(
     small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    output = tmp_path / "parity"
-    arguments = options(
-        "tiny-dense", small_store, output, "--world_size", "1,2", "--model.hidden_dropout", "0.1"
-    )
-    code, result = parity(output, arguments)
-    printed = capsys.readouterr().out
+    """With the real launchers."""
+    more = ("--world_size", "1,2", "--model.hidden_dropout", "0.1")
+    code = main(["parity", *options("tiny-dense", small_store, tmp_path, *more)])
+    printed, result = capsys.readouterr().out, parity_of(tmp_path)
     assert (code, result["verdict"], result["steps"]) == (0, "holds", 20), printed
     assert epochs(result) > 1.5
     cells = {(cell["path"], cell["world_size"]): cell for cell in result["cells"]}
@@ -88,9 +78,8 @@ def test_the_contract_holds_on_two_paths_and_two_world_sizes_over_an_epochs_edge
     split = cells["torchrun", 2]["largest_differences"]
     assert 0 < split["parameters"] < 1e-6
     assert 0 < split["train/loss"] < 1e-5
+    check_launched(result["cells"])
     for cell in cells.values():
-        status = json.loads((Path(cell["folder"]) / "status.json").read_text())
-        assert (status["world_size"], status["launcher"]) == (cell["world_size"], cell["path"]), "really"
         rows = (Path(cell["folder"]) / "metrics.jsonl").read_text().splitlines()
         assert len({json.loads(row)["train/parameters_sha256"] for row in rows}) == 20
         assert not (Path(cell["folder"]) / "report.html").exists()
@@ -100,52 +89,56 @@ def test_the_contract_holds_on_two_paths_and_two_world_sizes_over_an_epochs_edge
     assert "accelerate ddp 2 3 4 fp32 identical" in " ".join(printed.split())
 
 
-def check_mistake(name: str, store: Path, folder: Path, printed: pytest.CaptureFixture[str]) -> None:
-    """`parity` fails, and says which cell is wrong, from which step on, by which number."""
-    mistake = MISTAKES[name]
-    scripts, output = write_mistake(folder / "scripts", name), folder / "parity"
-    more = ("--steps", "4", *mistake.options)
-    with chdir(scripts):
-        code, result = parity(output, options("tiny-dense", store, output, *more))
-    text = printed.readouterr().out
-    assert code == 1, text
-    assert f"{mistake.cell} differs first at step {mistake.step} {mistake.key}: expected" in text
-    wrong = [cell for cell in result["cells"] if cell["verdict"] in ("differs", "failed")]
-    assert len(wrong) == 1
-    assert (wrong[0]["first_difference"]["step"], wrong[0]["first_difference"]["key"]) == (
-        mistake.step,
-        mistake.key,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ONE_PROCESS)
+@pytest.mark.parametrize(
+    ("launcher", "fault", "cells", "wrong", "step", "key"),
+    [
+        ("accelerate", "DIVIDED_TWICE", "--world-size 1", "accelerate W=1 A=6 fp32", 1, "train/grad_norm"),
+        ("accelerate", "OWN_GATE", "--world-size 1", "accelerate W=1 A=6 fp32", 1, "train/parameters_sha256"),
+        ("accelerate", "SHARDED_TWICE", "--world-size 2", "accelerate W=2 A=3 fp32", 1, "data/batch_sha256"),
+        (
+            *("accelerate", "PREPARED_SCHEDULE", "--world-size 2"),
+            *("accelerate W=2 A=3 fp32", 2, "train/parameters_sha256"),
+        ),
+        (
+            *("torchrun", "OWN_TOKENS", "--paths torchrun --world-size 1,2"),
+            *("torchrun W=2 A=3 fp32", 1, "train/loss_tokens"),
+        ),
+    ],
+)
 def test_a_broken_engine_fails_and_is_named(
-    name: str, small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launcher: str,
+    fault: str,
+    cells: str,
+    wrong: str,
+    step: int,
+    key: str,
+    small_store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
-    check_mistake(name, small_store, tmp_path, capsys)
+    """`parity` says which cell is wrong, from which step on, by which number."""
+    before = [("support.process_faults:break_engine", [launcher, fault])]
+    more = ("--steps", "4", *cells.split())
+    assert run_parity(options("tiny-dense", small_store, tmp_path, *more), before) == 1
+    assert f"{wrong} differs first at step {step} {key}: expected" in capsys.readouterr().out
+    found = [cell for cell in parity_of(tmp_path)["cells"] if cell["verdict"] in ("differs", "failed")]
+    assert len(found) == 1
+    first = found[0]["first_difference"]
+    assert (first["step"], first["key"]) == (step, key)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MISTAKES if name not in ONE_PROCESS])
-def test_a_broken_engine_on_two_processes_fails_and_is_named(
-    name: str, small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    check_mistake(name, small_store, tmp_path, capsys)
-
-
-@pytest.mark.slow
 def test_the_contract_holds_for_a_mixture_of_experts_in_all_precisions(
     small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """The quickstart's shape; fp16 by hand alone, since Accelerate has none on a CPU."""
-    output = tmp_path / "parity"
     sizes = ("--training.global_batch_size", "24", "--training.micro_batch_size", "4", "--steps", "6")
-    arguments = options("quickstart", small_store, output, "--precision", "fp32,bf16,fp16", *sizes)
-    code, result = parity(output, arguments)
+    more = ("--precision", "fp32,bf16,fp16", *sizes)
+    code = run_parity(options("quickstart", small_store, tmp_path, *more))
+    result = parity_of(tmp_path)
     assert code == 0, capsys.readouterr().out
     assert epochs(result) > 1.5
     assert len(result["cells"]) == 10
+    check_launched(result["cells"])
     assert any("accelerate fp16" in note for note in result["notes"])
     for cell in result["cells"]:
         twin = cell["path"] == "accelerate" or cell["world_size"] == 1
@@ -153,42 +146,29 @@ def test_the_contract_holds_for_a_mixture_of_experts_in_all_precisions(
 
 
 MESHES = ["ddp", "fsdp", "hsdp", "ep", "ep+fsdp", "ep+hsdp"]
-SMALL = (
-    "--training.global_batch_size",
-    "8",
-    "--training.micro_batch_size",
-    "2",
-    "--model.num_hidden_layers",
-    "1",
-)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global_batch"])
 def test_the_contract_holds_on_every_mesh(
     scope: str, small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    output = tmp_path / "parity"
     more = (*SMALL, "--world-size", "1,4", "--mesh", ",".join(MESHES), "--model.router_aux_loss_scope", scope)
-    code = run_parity(options("tiny-moe", small_store, output, *more)[1:])
+    code = run_parity(options("tiny-moe", small_store, tmp_path, *more))
     assert code == 0, capsys.readouterr().out
-    cells = json.loads((output / "parity.json").read_text())["cells"]
-    wide = [cell for cell in cells if cell["world_size"] == 4]
+    wide = [cell for cell in parity_of(tmp_path)["cells"] if cell["world_size"] == 4]
     assert [cell["mesh"] for cell in wide] == [mesh for mesh in MESHES for _ in range(2)]
+    check_launched(wide)
     for cell in wide:
         assert cell["verdict"] == ("identical" if cell["path"] == "accelerate" else "within bound"), cell
-        status = json.loads((Path(cell["folder"]) / "status.json").read_text())
-        assert (status["world_size"], status["launcher"]) == (4, cell["path"]), "really"
 
 
-@pytest.mark.slow
 def test_a_wrong_scale_of_sharded_gradients_is_named(
     small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Both launchers have it, and one process does not."""
     more = (*SMALL, "--world-size", "1,2", "--mesh", "ddp,fsdp,ep", "--steps", "2")
     faults = [("support.process_faults:average_gradients_of_shards", [])]
-    assert run_parity(options("tiny-moe", small_store, tmp_path / "parity", *more)[1:], faults) == 1
+    assert run_parity(options("tiny-moe", small_store, tmp_path, *more), faults) == 1
     printed = capsys.readouterr().out
     for mesh in ("fsdp", "ep"):
         assert f"torchrun W=2 A=2 fp32 {mesh} differs first at step 1 train/grad_norm" in printed
@@ -205,16 +185,13 @@ SMALLER = (
 """So few choices that one of them is more than 1 %."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [False, True])
 def test_few_choices_are_shown_to_be_ties_or_differ(
     wrong: bool, masked_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """At step 3 a few choices are others on three processes: bf16 cannot tell their scores apart."""
-    output = tmp_path / "parity"
     faults = [("support.process_faults:prefer_an_expert", [3, 5])] if wrong else []
-    arguments = options("tiny-moe", masked_store, output, *SMALLER)[1:]
-    assert run_parity(arguments, faults) == wrong
+    assert run_parity(options("tiny-moe", masked_store, tmp_path, *SMALLER), faults) == wrong
     printed = capsys.readouterr().out
     assert "again  torchrun W=1 A=3 bf16 and torchrun W=3 A=1 bf16 ep" in printed
     assert ("of a layer's choices go elsewhere, not shown to be ties" in printed) == wrong
@@ -222,13 +199,12 @@ def test_few_choices_are_shown_to_be_ties_or_differ(
     assert (shown is None) == wrong
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_continues_on_other_paths_and_world_sizes(
     small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    output = tmp_path / "parity"
     more = ("--world-size", "1", "--interrupt", "torchrun@2:17,accelerate@1:31")
-    code, result = parity(output, options("tiny-moe", small_store, output, *more))
+    code = main(["parity", *options("tiny-moe", small_store, tmp_path, *more)])
+    result = parity_of(tmp_path)
     assert code == 0, capsys.readouterr().out
     interrupted = result["interrupted"]
     assert interrupted["verdict"] == "within bound"
@@ -242,16 +218,12 @@ def test_an_interrupted_run_continues_on_other_paths_and_world_sizes(
     assert third["last_step"] == result["steps"] == 40
 
 
-@pytest.mark.slow
 def test_a_silent_start_from_zero_is_a_violation(
     small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """All rows are right, and the run was not continued."""
     blind = ("support.process_faults:find_no_checkpoint", [])
-    scripts, output = write_scripts(tmp_path / "scripts", blind), tmp_path / "parity"
     more = ("--paths", "torchrun", "--world-size", "1", "--steps", "30", "--interrupt", "torchrun@1:6")
-    with chdir(scripts):
-        code, _ = parity(output, options("tiny-dense", small_store, output, *more))
-    printed = capsys.readouterr().out
-    assert code == 1, printed
-    assert "began at step 1, expected" in printed
+    with chdir(write_scripts(tmp_path / "scripts", blind)):
+        assert main(["parity", *options("tiny-dense", small_store, tmp_path / "parity", *more)]) == 1
+    assert "began at step 1, expected" in capsys.readouterr().out

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from support.launching import ROOT, Finished, launch
+from support.launching import Finished, launch, run_options
 from support.pipeline_plan import CASES, KINDS, SCHEDULES, SHARDED, WHOLE_BACKWARD
 from support.rank_cases import Outcome, has_slow, run_ranks
 from support.stepping import Driven
@@ -25,7 +24,7 @@ from llm_pretrain.runs.rows import read_metrics
 pytestmark = pytest.mark.pipeline
 Outcomes = dict[str, list[Outcome]]
 
-QUICK_MISTAKES = ("without documents", "without masks", "without routers", "own norm")
+MISTAKES = ("without documents", "without masks", "without routers", "own norm")
 REFUSED = [f"{schedule} checkpointed" for schedule in SCHEDULES if schedule not in WHOLE_BACKWARD]
 ON_FOUR = ("four 1f1b", *(f"{schedule} sharded {kind}" for schedule in WHOLE_BACKWARD for kind in SHARDED))
 WHOLE = [name for name in CASES if "whole" in name]
@@ -40,7 +39,7 @@ def outcomes(
     found: Outcomes = {}
     for world_size, names, quick in (
         (1, WHOLE, ["quick whole"]),
-        (2, ON_TWO, ["quick 1f1b", *QUICK_MISTAKES]),
+        (2, ON_TWO, ["quick 1f1b"]),
         (4, ON_FOUR, []),
     ):
         if chosen := names if is_slow else quick:
@@ -74,12 +73,13 @@ PARTS = ("parameters", "first_moments", "buffers", "averages")
 
 def test_a_pipeline_gives_the_bits_of_one_process(outcomes: Outcomes):
     expected = outcomes["quick whole"][0].driven
-    assert len(expected.losses) == 3
+    assert len(expected.losses) == 2
     assert all(norm and norm > 0.5 for norm in expected.grad_norms)  # every step is clipped
     assert differing(expected, outcomes["quick 1f1b"]) == []
 
 
-@pytest.mark.parametrize("mistake", QUICK_MISTAKES)
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_seen(outcomes: Outcomes, mistake: str):
     assert differing(outcomes["quick whole"][0].driven, outcomes[mistake])
 
@@ -109,37 +109,21 @@ def test_sharded_stages_give_the_bits_of_fsdp(outcomes: Outcomes, schedule: str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["1f1b tied", "zbv_zero_bubble tied", "1f1b tied bf16"])
-def test_of_a_tied_embedding_its_own_gradient_alone_differs_at_first(outcomes: Outcomes, case: str):
-    (expected,) = outcomes[f"whole {case.partition(' ')[2]}"]
-    differing = [
-        name
-        for rank in outcomes[case]
-        for name, gradient in rank.driven.gradients[0].items()
-        if not torch.equal(gradient, expected.driven.gradients[0][name])
-    ]
-    assert set(differing) == {"model.embed_tokens.weight"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["1f1b tied", "zbv_zero_bubble tied"])
 def test_a_tied_embedding_differs_by_the_order_of_a_sum(outcomes: Outcomes, case: str):
-    expected = outcomes["whole tied"][0].driven
-    for rank in outcomes[case]:
-        for name, own in rank.driven.parameters.items():
+    """At first its own gradient alone; in the end all by rounding, and both stages hold the same."""
+    expected = outcomes[f"whole {case.partition(' ')[2]}"][0].driven
+    ranks = [rank.driven for rank in outcomes[case]]
+    first = [(name, gradient) for rank in ranks for name, gradient in rank.gradients[0].items()]
+    differing = {name for name, gradient in first if not torch.equal(gradient, expected.gradients[0][name])}
+    assert differing == {"model.embed_tokens.weight"}
+    held = [rank.parameters[name] for rank in ranks for name in differing if name in rank.parameters]
+    assert all(torch.equal(each, held[0]) for each in held)
+    if "bf16" in case:
+        return
+    for rank in ranks:
+        for name, own in rank.parameters.items():
             assert (own - expected.parameters[name]).norm() <= 1e-6 * expected.parameters[name].norm(), name
-        for left, right in zip(rank.driven.losses, expected.losses, strict=True):
-            assert left is not None
-            assert right is not None
-            assert math.isclose(left, right, rel_tol=1e-6)
-
-
-@pytest.mark.slow
-def test_the_stages_of_a_tied_embedding_hold_the_same(outcomes: Outcomes):
-    first, last = (rank.driven.parameters["model.embed_tokens.weight"] for rank in outcomes["1f1b tied"])
-    assert torch.equal(first, last)
-    apart = outcomes["tied apart"][0].driven.parameters["model.embed_tokens.weight"]
-    expected = outcomes["whole tied"][0].driven.parameters["model.embed_tokens.weight"]
-    assert (apart - expected).norm() > 1e-2 * expected.norm()
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-6)
 
 
 def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -153,20 +137,17 @@ def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch):
 PIPELINE = ["--distributed.strategy", "fsdp", "--distributed.pp_size", "2"]
 
 
-def train(store: Path, folder: Path, world_size: int, *options: str) -> Finished:
-    return launch(
-        "torchrun",
-        world_size,
-        folder,
-        [
-            *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
-            *("--training.max_steps", "4", "--training.global_batch_size", "16", "--model.num_hidden_layers"),
-            *("4", "--schedule.name", "constant", "--schedule.warmup_steps", "0", "--optimizer.ema_decay"),
-            *("0.9", "--model.router_bias_update_rate", "1e-3", "--evaluation.eval_steps", "2"),
-            *("--evaluation.max_batches", "3", "--checkpoint.save_steps", "2", "--checkpoint.keep_last", "9"),
-            *("--logging.parameters_sha256", "true", "--distributed.cpu_threads", "1", *options),
-        ],
+def train(store: Path, folder: Path, world_size: int, *more: str) -> Finished:
+    options = run_options(
+        "tiny-moe",
+        store,
+        "training.max_steps=4 training.global_batch_size=16 model.num_hidden_layers=4 "
+        "schedule.name=constant schedule.warmup_steps=0 optimizer.ema_decay=0.9 "
+        "model.router_bias_update_rate=1e-3 evaluation.eval_steps=2 evaluation.max_batches=3 "
+        "checkpoint.save_steps=2 checkpoint.keep_last=9 logging.parameters_sha256=true",
+        *more,
     )
+    return launch("torchrun", world_size, folder, options)
 
 
 def rows(run: Finished) -> list[dict]:
@@ -189,7 +170,6 @@ def test_a_run_continues_with_and_without_stages(masked_store: Path, tmp_path: P
     out = train(masked_store, tmp_path / "out", 1, *untied, *later)
     file = Path("weights") / "step-00000004" / "model.safetensors"
     for run in (staged, into, out):
-        assert run.exit_code == 0
         assert rows(run) == rows(whole)
         assert (run.folder / file).read_bytes() == (whole.folder / file).read_bytes()
     best = Path("weights") / "best" / "model.safetensors"
@@ -200,9 +180,7 @@ def test_a_run_continues_with_and_without_stages(masked_store: Path, tmp_path: P
 def test_sharded_stages_of_a_tied_embedding_continue_in_one_process(masked_store: Path, tmp_path: Path):
     tied = ["--model.tie_word_embeddings", "true"]
     staged = train(masked_store, tmp_path / "staged", 4, *tied, *PIPELINE)
-    assert staged.exit_code == 0
     last = str(tmp_path / "staged" / "checkpoints" / "step-00000004")
     out = train(masked_store, tmp_path / "out", 1, *tied, "--checkpoint.resume", last)
-    assert out.exit_code == 0
     file = Path("weights") / "step-00000004" / "model.safetensors"
     assert (out.folder / file).read_bytes() == (staged.folder / file).read_bytes()

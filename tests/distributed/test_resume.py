@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -16,18 +15,18 @@ import pytest
 from support.interrupting import check_continued, kill_at, newest_checkpoint, wait_for_step
 from support.launching import (
     ACCELERATE_SCRIPT,
-    ROOT,
     TORCHRUN_SCRIPT,
     Finished,
     assert_same_tensors,
     checkpoint_tensors,
-    environment,
     finish,
     launch,
     run_options,
+    start_command,
 )
+from support.stepping import relative_error
 
-STEPS, SAVE_STEPS, KILL_STEP = 16, 4, 9
+STEPS, SAVE_STEPS, KILL_STEP = 10, 2, 5
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def options(masked_store: Path) -> list[str]:
         "tiny-moe",
         masked_store,
         f"training.max_steps={STEPS} checkpoint.save_steps={SAVE_STEPS} "
-        "model.hidden_dropout=0.1 model.router_bias_update_rate=1e-3 evaluation.eval_steps=8 "
+        "model.hidden_dropout=0.1 model.router_bias_update_rate=1e-3 evaluation.eval_steps=5 "
         "logging.logging_steps=1",
     )
 
@@ -95,29 +94,9 @@ def test_continues_on_another_number_of_processes(
         assert math.isclose(rows[step]["train/loss"], expected[step]["train/loss"], rel_tol=1e-5)
 
 
-def test_a_silent_start_from_zero_would_be_noticed(
-    killed: Callable[[str], Path], options: list[str], tmp_path: Path
-):
-    """With the reading of checkpoints stubbed out, the check above must fail."""
-    folder = tmp_path / "run"
-    shutil.copytree(killed("torchrun"), folder, symlinks=True)
-    short = [*options, "--training.max_steps", "2", "--schedule.warmup_steps", "1"]
-    blind = ("support.process_faults:find_no_checkpoint", [])
-
-    def run_blind() -> None:
-        launch("torchrun", 1, folder, short, before=[blind])
-
-    with pytest.raises(AssertionError, match="began at"):
-        check_continued(folder, run_blind)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "number"),
-    [
-        pytest.param("torchrun", signal.SIGTERM, id="torchrun"),
-        pytest.param("accelerate", signal.SIGINT, id="accelerate"),
-    ],
+    ("launcher", "number"), [("torchrun", signal.SIGTERM), ("accelerate", signal.SIGINT)]
 )
 def test_a_signal_saves_and_leaves_with_75(
     reference: Finished, options: list[str], tmp_path: Path, launcher: str, number: signal.Signals
@@ -134,26 +113,14 @@ def test_a_signal_saves_and_leaves_with_75(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "victim"),
-    [pytest.param(TORCHRUN_SCRIPT, 1, id="by hand"), pytest.param(ACCELERATE_SCRIPT, 0, id="accelerate")],
-)
+@pytest.mark.parametrize(("script", "victim"), [(TORCHRUN_SCRIPT, 1), (ACCELERATE_SCRIPT, 0)])
 def test_torchrun_starts_a_killed_rank_again_in_place(
     reference: Finished, options: list[str], tmp_path: Path, script: Path, victim: int
 ):
     """`kill -9` of one rank: the launcher goes on by itself, and nothing shows in the numbers."""
     folder = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
-    command = [*torchrun, "--nproc_per_node", "2", str(script), "--logging.report", "false"]
-    process = subprocess.Popen(
-        [*command, "--run.output_dir", str(folder), *options],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_command([*torchrun, "--nproc_per_node", "2", str(script)], folder, options)
     wait_for_step(process, folder, KILL_STEP)
     workers = psutil.Process(process.pid).children()
     next(worker for worker in workers if worker.environ().get("RANK") == str(victim)).kill()
@@ -188,6 +155,5 @@ def test_more_and_fewer_processes_end_with_nearly_the_same_parameters(masked_sto
             assert row["data/batch_sha256"] == straight.rows[step]["data/batch_sha256"]
         found = checkpoint_tensors(folder, end)
         names = [name for name in expected if not name.startswith("optimizer.")]
-        off = sum(float((found[name].double() - expected[name].double()).square().sum()) for name in names)
-        norm = sum(float(expected[name].double().square().sum()) for name in names)
-        assert 0 < math.sqrt(off / norm) < 1e-6
+        left, right = ({name: each[name] for name in names} for each in (found, expected))
+        assert 0 < relative_error(left, right) < 1e-6

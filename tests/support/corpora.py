@@ -15,21 +15,8 @@ from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.store import TokenStore, facts_digest
 
 WORDS = [
-    "one",
-    "two",
-    "three",
-    "and",
-    "or",
-    "not",
-    "the",
-    "of",
-    "in",
-    "is",
-    "was",
-    "über",
-    "你好",
-    "naïve",
-    "😀",
+    *("one", "two", "three", "and", "or", "not", "the", "of", "in", "is", "was"),
+    *("über", "你好", "naïve", "😀"),
 ]
 
 

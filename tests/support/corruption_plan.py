@@ -46,32 +46,52 @@ def before_step(number: int, act: Callable[[Any], None]) -> Fault:
     return fault
 
 
+def flips(times: int) -> Callable[[torch.Tensor], None]:
+    """Flip another bit of a tensor in each of so many calls."""
+    calls = itertools.count()
+
+    def act(tensor: torch.Tensor) -> None:
+        if (call := next(calls)) < times:
+            flip(tensor, 20 - call % 13)
+
+    return act
+
+
+def on_gradient(act: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A hook that changes a copy of a gradient."""
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        act(gradient)
+        return gradient
+
+    return hook
+
+
+def _after_last_layer(step: int, act: Callable[[torch.Tensor], object]) -> Fault:
+    def watch(engine: Any) -> None:
+        layer = engine.model_and_optimizer()[0].model.layers[1]
+        layer.register_forward_hook(lambda module, inputs, output: act(output[0]) and None)
+
+    return before_step(step, watch)
+
+
 def activation(step: int, times: int) -> Fault:
     """Another bit of the last layer's output flips in each of so many forward passes."""
+    return _after_last_layer(step, flips(times))
 
-    def act(engine: Any) -> None:
-        calls = itertools.count()
 
-        def hook(module: Any, inputs: Any, output: Any) -> None:
-            if (call := next(calls)) < times:
-                flip(output[0], 20 - call % 13)
-
-        engine.model_and_optimizer()[0].model.layers[1].register_forward_hook(hook)
-
-    return before_step(step, act)
+def output_gradient(step: int, times: int) -> Fault:
+    """The same of the gradient of that output, in backward passes."""
+    flipped = on_gradient(flips(times))
+    return _after_last_layer(step, lambda output: output.register_hook(flipped))
 
 
 def gradient(step: int, times: int) -> Fault:
     """Another bit of a matrix's gradient flips in each of so many backward passes."""
 
     def act(engine: Any) -> None:
-        calls, seen = itertools.count(), set()
-
-        def flipped(gradient: torch.Tensor) -> torch.Tensor:
-            gradient = gradient.clone()
-            if (call := next(calls)) < times:
-                flip(gradient, 20 - call % 13)
-            return gradient
+        flipped, seen = on_gradient(flips(times)), set()
 
         def watch(module: Any, *_: Any) -> None:
             weight = module.self_attn.q_proj.weight  # while FSDP has gathered it, another object
@@ -82,26 +102,6 @@ def gradient(step: int, times: int) -> Fault:
         layer = engine.model_and_optimizer()[0].model.layers[0]
         watch(layer)
         layer.register_forward_pre_hook(watch)
-
-    return before_step(step, act)
-
-
-def output_gradient(step: int, times: int) -> Fault:
-    """Another bit of the gradient of the last layer's output flips in each of so many backward passes."""
-
-    def act(engine: Any) -> None:
-        calls = itertools.count()
-
-        def flipped(gradient: torch.Tensor) -> torch.Tensor:
-            gradient = gradient.clone()
-            if (call := next(calls)) < times:
-                flip(gradient, 20 - call % 13)
-            return gradient
-
-        def hook(module: Any, inputs: Any, output: Any) -> None:
-            output[0].register_hook(flipped)
-
-        engine.model_and_optimizer()[0].model.layers[1].register_forward_hook(hook)
 
     return before_step(step, act)
 

@@ -38,17 +38,11 @@ def small_options(store: Path) -> list[str]:
 
 @dataclass
 class Scenario:
-    """A run to disturb, from `start` to its end, and what it must come to.
+    """A run to disturb, from the content `start` of its folder to its end, and what it must come to.
 
-    Args:
-        options: The script's, without `run.output_dir`.
-        world_size, launcher: How it is started.
-        start: The folder's content before.
-        damaged: Steps whose checkpoint is damaged in `start`; a save replaces them.
-        rows: Exact rows of the undisturbed run.
-        checkpoints: Step → a digest of every tensor, of every step of the undisturbed run.
-        weights: Step → digest of model.safetensors, likewise.
-        sound: Hashes of checkpoints that were looked at before.
+    `damaged`: steps whose checkpoint is damaged in `start`; a save replaces them. `rows`, `checkpoints`,
+    `weights`: of the undisturbed run, exact rows and digests by step. `sound`: hashes of checkpoints that
+    were looked at before.
     """
 
     options: list[str]

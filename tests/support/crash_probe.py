@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from collections.abc import Sequence
@@ -24,12 +25,7 @@ class Ended:
 
 
 class CrashProbe:
-    """A fork server of its own, with the library in it.
-
-    Args:
-        library: Compiled `faulty_io.c`.
-        folder: For its own files.
-    """
+    """A fork server of its own with the compiled `faulty_io.c` in it; `folder` is for its own files."""
 
     def __init__(self, library: Path, folder: Path):
         self.library, self.folder = library, folder
@@ -55,17 +51,10 @@ class CrashProbe:
         before: Sequence[tuple[str, list[Any]]] = (),
         file_size: int | None = None,
     ) -> list[Ended]:
-        """Run a script with `options` in `world_size` forks; their ends in the order of ranks.
+        """Run a script into `folder`, each rank with its fault; their ends in the order of ranks.
 
-        Args:
-            folder: `run.output_dir`; calls below it are watched.
-            options: The script's.
-            world_size, launcher: Which script, on how many processes.
-            faults: Rank → its fault.
-            journal: Where the calls of all ranks are written, with their data if `with_data`.
-            limit: Seconds until what still runs is ended; such a rank's exit code is -14.
-            before: `module:function` and arguments, called in every rank first: mistakes to put in.
-            file_size: Bytes that no file may exceed (RLIMIT_FSIZE).
+        `journal` gets the calls below the folder, with their data if `with_data`. A rank that runs longer
+        than `limit` seconds ends with -14. `before` and `file_size`: as in `Request`.
         """
         chosen = [(faults or {}).get(rank, Fault()) for rank in range(world_size)]
         texts = [str(self.library), str(folder), str(journal or os.devnull), with_data]
@@ -78,7 +67,7 @@ class CrashProbe:
             launcher="torchrun",
             outputs=[str(output) for output in outputs],
             before=[*before, arming],
-            ends_together=False,
+            end_seconds=math.inf,
             limit=limit,
             file_size=file_size,
         )

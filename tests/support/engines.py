@@ -131,12 +131,7 @@ def accelerate_loader(config: Config, *faults: Fault) -> str:
             fault(patch, chosen)
         engine: Any = chosen(config)
         model = Decoder(config.model)
-        loader = global_batches(config, start_step=0)
-        own = engine.prepare(
-            model,
-            build_optimizer(model, config.optimizer, config.training.precision),
-            loader,
-            lambda model: None,
-        )
+        optimizer = build_optimizer(model, config.optimizer, config.training.precision)
+        own = engine.prepare(model, optimizer, global_batches(config, start_step=0), lambda model: None)
         engine.close()
     return type(own).__name__

@@ -11,19 +11,21 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import llm_pretrain.optim.adamw as adamw
-import llm_pretrain.optim.muon as muon
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.data.loader import shard
-from llm_pretrain.optim.schedule import learning_rate
+from llm_pretrain.model.layers import FeedForward
+from llm_pretrain.model.moe import Experts
+from llm_pretrain.optim.schedule import learning_rate, set_learning_rate
 from llm_pretrain.training import decision
 from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.engine import DDP_OPTIONS, seed_dropout, warm_up_backward
@@ -153,6 +155,7 @@ LATE_AUX_LOSS = together(after("__init__", _without_aux_loss), with_objective(_l
 MEAN_PER_RANK = together(
     after("__init__", _counted_by_rank), around("sum_integers", lambda original, self, values: list(values))
 )
+OWN_TOKENS = around("sum_integers", lambda original, self, values: [values[0], *original(self, values)[1:]])
 ONE_RANK_NAN = with_objective(
     lambda self, objective, *a: (math.nan if self.rank == 1 else 1.0) * objective(*a)
 )
@@ -185,11 +188,6 @@ def _every_micro_batch(self: Any, optimizer: Any) -> None:
     self.no_sync = nullcontext
 
 
-def _every_reduced(self: Any, optimizer: Any) -> None:
-    synchronize = self.model.set_requires_gradient_sync
-    self.model.set_requires_gradient_sync = lambda is_last: synchronize(True)
-
-
 def _not_accumulated(self: Any, config: Any) -> None:
     self.accelerator.accumulate = lambda model: nullcontext()
 
@@ -214,38 +212,22 @@ def _scheduled_by_accelerate(self: Any, optimizer: Any) -> None:
     self.optimizer.step = both
 
 
-def _without_rates(patch: Patch, engine: type) -> None:
-    from llm_pretrain.optim.schedule import set_learning_rate
-
-    replace_everywhere(patch, set_learning_rate, lambda optimizer, rate: None)
-
-
 OWN_GATE = _on_optimizer(_own_gate)
 """A step gate of one's own beside `accumulate`."""
 KEPT_GRADIENTS = _on_optimizer(_kept_gradients)
 EVERY_MICRO_BATCH = _on_optimizer(_every_micro_batch)
 """By hand under DDP: every micro batch's gradients are reduced."""
-EVERY_REDUCED = _on_optimizer(_every_reduced)
-"""By hand under FSDP, likewise."""
 NO_ACCUMULATE = after("__init__", _not_accumulated)
 SYNC_WITH_LOADER = after("__init__", _synced_with_loader)
-PREPARED_SCHEDULE = together(_on_optimizer(_scheduled_by_accelerate), _without_rates)
+PREPARED_SCHEDULE = together(
+    _on_optimizer(_scheduled_by_accelerate), replacing(set_learning_rate, lambda optimizer, rate: None)
+)
 
 
 def another_optimizer(patch: Patch, engine: type) -> None:
     """AdamW's unfused kernel."""
     fused = adamw.AdamW
     patch.setattr(adamw, "AdamW", lambda *a, **options: fused(*a, **options | {"fused": False}))
-
-
-def orthogonalised_in_parts(patch: Patch, engine: type) -> None:
-    """Each rank takes its rows of a matrix for the whole."""
-
-    def alone(buckets: Any, shards: Any, replicas: Any, dtype: torch.dtype, found_inf: Any) -> None:
-        for batch in chain(*buckets):
-            muon._update_alone(batch, dtype, found_inf)
-
-    patch.setattr(muon, "_update_sharded", alone)
 
 
 # Gradient scaling, by hand in fp16
@@ -392,19 +374,28 @@ OWN_BUFFERS = after("prepare", _own_buffers)
 """No mistake: buffers that tell the ranks apart."""
 NO_EMPTY_STEP = replacing(warm_up_backward, lambda engine: None)
 DROPOUT_BY_RANK = replacing(seed_dropout, _dropout_by_rank)
-UNSEEDED_DROPOUT = replacing(seed_dropout, lambda config, batch: None)
 COUNTS_OF_ONE_RANK = around("reduce_sum", _unsummed_counts)
 COUNTS_APART = replacing(attach_global_expert_counts, _counted_apart(so_far=False))
 COUNTS_SO_FAR = replacing(attach_global_expert_counts, _counted_apart(so_far=True))
 
 
-def experts_in_a_list(patch: Patch, engine: type) -> None:
-    """Experts as modules that run only when a token chose them."""
-    from support.list_experts import ListExperts
+class ListExperts(nn.ModuleList):
+    """In the place of `Experts`: modules that run only when a token chose them."""
 
-    from llm_pretrain.model.moe import Experts
+    def __init__(self, config: ModelConfig, kernels: Any = None):
+        size = config.expert_intermediate_size
+        super().__init__([FeedForward(config.hidden_size, size) for _ in range(config.num_experts)])
 
-    replace_everywhere(patch, Experts, ListExperts)
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self):
+            token, place = (chosen == number).nonzero(as_tuple=True)
+            if len(token):
+                out = out.index_add(0, token, expert(x[token]) * weights[token, place, None])
+        return out
+
+
+experts_in_a_list = replacing(Experts, ListExperts)
 
 
 # Leaving

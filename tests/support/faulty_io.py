@@ -25,14 +25,10 @@ HOW = {"count": 0, "before": 1, "after": 2, "half": 3, "refuse": 4}
 
 @dataclass(frozen=True)
 class Fault:
-    """What `faulty_io.c` is to do in one process.
+    """What `faulty_io.c` is to do in one process: `how`, of `HOW`, at call number `at`, from 0.
 
-    Args:
-        how: Of `HOW`.
-        at: Number of the call, from 0.
-        error: Error number of a refused call.
-        times: Calls to refuse; -1 for all from `at` on.
-        only: Calls that are numbered: words `call:part of its path`, an empty call for all; all if empty.
+    A refused call fails with `error`, `times` in a row, -1 for all that follow. `only` says which calls are
+    numbered: words `call:part of its path`, an empty call for all; all if empty.
     """
 
     how: str = "count"
@@ -123,12 +119,8 @@ Tree = dict[str, bytes | None]
 """Relative path → content of a file, None for a folder."""
 
 CUTS = (
-    "as it is",
-    "content gone",
-    "content zeros",
-    "names gone",
-    "names and content gone",
-    "outer names gone",
+    *("as it is", "content gone", "content zeros"),
+    *("names gone", "names and content gone", "outer names gone"),
 )
 """What a power cut may leave: nothing is lost, or what was not synced is: content, names, or only the names
 in the run's folder, in checkpoints/ and in weights/, while what is below those has come as far as it has."""

@@ -43,8 +43,6 @@ RUN_FOLDER, RUN_PROCESS = "LLM_PRETRAIN_TEST_FOLDER", "LLM_PRETRAIN_TEST_PROCESS
 PR_SET_PDEATHSIG = 1
 START_SECONDS = 300
 """Upper bound on the server's imports; they take five CPU seconds."""
-END_SECONDS = 5.0
-"""Between the first failed rank and SIGTERM for the others, which may be about to fail alike."""
 KILL_SECONDS = 30.0
 """Between SIGTERM and SIGKILL for the other ranks of one that failed, as in torchrun."""
 
@@ -70,7 +68,7 @@ class Request:
         outputs: A file for each rank instead.
         folder: Working directory.
         before: `module:function` and its arguments, called in every rank before the target: for faults.
-        ends_together: Whether the other ranks get SIGTERM when one has failed, as from torchrun.
+        end_seconds: Between the first failed rank and SIGTERM for the others, as from torchrun.
         limit: Seconds until the ranks that still run get SIGALRM, which ends them.
         file_size: Upper bound on a file's bytes (RLIMIT_FSIZE).
     """
@@ -85,7 +83,7 @@ class Request:
     outputs: list[str] = field(default_factory=list)
     folder: str = str(ROOT)
     before: list[tuple[str, list[Any]]] = field(default_factory=list)
-    ends_together: bool = True
+    end_seconds: float = 5.0
     limit: float | None = None
     file_size: int | None = None
 
@@ -251,7 +249,7 @@ LEARNED = Path()
 class _Launch:
     name: str
     connection: socket.socket
-    ends_together: bool
+    end_seconds: float
     running: dict[int, int]
     """Process id -> rank."""
     codes: list[int]
@@ -314,7 +312,7 @@ class _Server:
         stop_at = time.monotonic() + (request.limit or float("inf"))
         codes, ended = [0] * request.world_size, [0.0] * request.world_size
         name = f"{request.target} {str(request.arguments)[:200]}"
-        launch = _Launch(name, connection, request.ends_together, running, codes, ended, stop_at)
+        launch = _Launch(name, connection, request.end_seconds, running, codes, ended, stop_at)
         self.launches.append(launch)
         self._answer(launch, list(running))
 
@@ -337,8 +335,8 @@ class _Server:
                     launch.cpu_seconds += usage.ru_utime + usage.ru_stime
                     rank = launch.running.pop(pid)
                     launch.codes[rank], launch.ended[rank] = os.waitstatus_to_exitcode(status), now
-                    if launch.codes[rank] and launch.ends_together:
-                        launch.end_at = min(launch.end_at, now + END_SECONDS)
+                    if launch.codes[rank]:
+                        launch.end_at = min(launch.end_at, now + launch.end_seconds)
             if not launch.running:
                 print(f"{launch.cpu_seconds:.1f} CPU seconds: {launch.name}", flush=True)  # to the log
                 self._answer(launch, [launch.codes, launch.ended])

@@ -1,4 +1,4 @@
-"""`llm-pretrain replay` whose ranks are forked (`support.fork_server`), and runs to replay."""
+"""`llm-pretrain replay` and `parity` whose ranks are forked (`support.fork_server`), and runs to replay."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ from safetensors.torch import load_file, save_file
 from support.launching import ForkedLaunch
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.audit import replay
+from llm_pretrain.audit import parity, replay  # noqa: F401 (parity binds RunningJob as it is imported)
 from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_manifest
 from llm_pretrain.launch import jobs
 from llm_pretrain.launch.jobs import Job, LaunchContext, Machine, launch_settings
 
+Before = tuple[str, list[Any]]
+"""`module:function` and its arguments, called in every rank first: a fault."""
+
 
 class ForkedJob:
     """As `RunningJob`, with forked ranks."""
+
+    before: Sequence[Before] = ()
 
     def __init__(self, job: Job, context: LaunchContext, gpus: Sequence[int] = ()):
         self.job, self.timed_out, self.done, self._began = job, False, False, time.monotonic()
@@ -34,7 +39,9 @@ class ForkedJob:
         file.write_text(
             json.dumps(launch_settings(job.strategy, context.zero_stage, job.world_size, on_gpu=False))
         )
-        self.launch = ForkedLaunch(job.path, job.world_size, job.folder, job.options, accelerate_file=file)
+        self.launch = ForkedLaunch(
+            job.path, job.world_size, job.folder, job.options, accelerate_file=file, before=self.before
+        )
 
     @property
     def seconds(self) -> float:
@@ -74,6 +81,13 @@ def run_replay(run: Path, output: Path, *options: str) -> tuple[int, dict[str, A
         patch.setattr(jobs, "RunningJob", ForkedJob)
         code = main(["replay", str(run), "--output", str(output), *options])
     return code, json.loads((output / "replay.json").read_text())
+
+
+def run_parity(options: Sequence[str], before: Sequence[Before] = ()) -> int:
+    """Exit code of `llm-pretrain parity` with forked ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "RunningJob", type("FaultyJob", (ForkedJob,), {"before": before}))
+        return main(["parity", *options])
 
 
 def rewrite_rows(run: Path, change: Callable[[dict[str, Any]], object]) -> None:

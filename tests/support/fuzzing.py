@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 
 def fuzzed(examples: int, *, per_cent: int = 100) -> settings:
-    """`examples`, always the same ones, in `make test`; where FUZZ_EXAMPLES is set, that many new ones.
-
-    Args:
-        examples: At least.
-        per_cent: Share of FUZZ_EXAMPLES, for a test whose examples take long.
-    """
+    """`examples`, always the same ones, in `make test`; where FUZZ_EXAMPLES is set, `per_cent` of it, new."""
     wanted = int(os.environ.get("FUZZ_EXAMPLES", "0"))
     return settings(
         max_examples=max(examples, wanted * per_cent // 100),
@@ -65,7 +60,9 @@ def altered_json(draw: st.DrawFn, original: Any) -> Any:
         places = _places(value)
         if not places:
             return draw(VALUES)
-        *way, last = draw(st.sampled_from(places))
+        # the few values near the top must not drown in thousands of leaves
+        depth = draw(st.integers(1, max(map(len, places))))
+        *way, last = draw(st.sampled_from([each for each in places if len(each) == depth]))
         holder = value
         for step in way:
             holder = holder[step]

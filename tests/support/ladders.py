@@ -42,17 +42,9 @@ def make_ladder(
     noise: float = 0.0,
     seed: int = 0,
 ) -> Ladder:
-    """Write a finished ladder, and return it.
+    """Write a finished ladder of these hidden sizes of a preset's family, and return it.
 
-    Args:
-        folder: Created if missing.
-        name: Preset that is the base of the family.
-        sizes: Hidden sizes, ascending.
-        save_steps: Of the stable runs.
-        unique_tokens: Of the store.
-        law: Of the losses.
-        noise: Standard deviation of their logarithm.
-        seed: Of the noise.
+    The losses are those of `law`; `noise` is the standard deviation of their logarithm, drawn from `seed`.
     """
     base = with_store(preset(name), Path("stores/text"))
     generator, all_sizes = np.random.default_rng(seed), Sizes(base)

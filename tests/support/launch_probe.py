@@ -10,8 +10,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,7 @@ def bare(patch: Patch, engine: type) -> None:
 
 LAUNCHED = dict(os.environ)
 """What the launcher has said."""
-
 PATIENCE_SECONDS = 120
-
 VARIANTS: dict[str, list[Fault]] = {
     "ours": [],
     "no count of processes": [NO_COUNT],
@@ -76,7 +74,7 @@ def main(folder: Path, variants: list[str]) -> int:
     for variant in variants:
         if variant == "main":
             start_again()
-            return load_main()(["--config", str(folder / "config.yaml")])
+            return import_module("train_pretrain_accelerate").main(["--config", str(folder / "config.yaml")])
         # a mistake's process group must leave nothing in the launcher's store, where the real one follows
         with nullcontext() if variant == "ours" else rendezvous_in(folder / f"{variant}-rendezvous"):
             found = try_variant(folder, variant)
@@ -94,13 +92,6 @@ def wait_for_all(folder: Path, variant: str) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{variant}: another process has not come as far")
         time.sleep(0.02)
-
-
-def load_main() -> Callable[[list[str]], int]:
-    """The real script's entry."""
-    import train_pretrain_accelerate
-
-    return train_pretrain_accelerate.main
 
 
 def run(folder: str, variants: list[str]) -> int:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +15,13 @@ from typing import Any
 
 import psutil
 import torch
-from support.fork_server import RUN_FOLDER, Forked, Request, fork_server, python_path
+from support.fork_server import ROOT, RUN_FOLDER, SCRIPTS, Forked, Request, fork_server, python_path
 
 import train_pretrain
 from llm_pretrain.checkpoints.manifest import read_manifest
 from llm_pretrain.checkpoints.tensor_files import read_tensors
 from llm_pretrain.runs.rows import read_metrics
 
-ROOT = Path(__file__).parent.parent.parent
 TORCHRUN_SCRIPT = ROOT / "train_pretrain.py"
 ACCELERATE_SCRIPT = ROOT / "train_pretrain_accelerate.py"
 TIMEOUT_SECONDS = 300
@@ -53,16 +52,8 @@ def launch_command(
     run = [sys.executable, "-m", "accelerate.commands.launch"]
     if world_size == 1:
         return [*run, *([] if gpu else ["--cpu"]), "--num_processes", "1", str(ACCELERATE_SCRIPT)]
-    ports = ["--main_process_port", "0"]
-    return [
-        *run,
-        "--config_file",
-        str(accelerate_file),
-        "--num_processes",
-        str(world_size),
-        *ports,
-        str(ACCELERATE_SCRIPT),
-    ]
+    file = ["--config_file", str(accelerate_file), "--main_process_port", "0"]
+    return [*run, *file, "--num_processes", str(world_size), str(ACCELERATE_SCRIPT)]
 
 
 def environment(*, gpu: bool = False) -> dict[str, str]:
@@ -112,6 +103,28 @@ class Finished:
         }
 
 
+def start_command(
+    command: Sequence[str],
+    folder: Path,
+    options: Sequence[str],
+    *,
+    gpu: bool = False,
+    variables: Mapping[str, str] | None = None,
+    preexec: Callable[[], None] | None = None,
+) -> subprocess.Popen[str]:
+    """Start a script by its command up to its options, in a session of its own."""
+    return subprocess.Popen(
+        [*command, *NO_REPORT, "--run.output_dir", str(folder), *options],
+        cwd=ROOT,
+        env=environment(gpu=gpu) | dict(variables or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=preexec,  # noqa: PLW1509 (no thread runs beside the tests)
+    )
+
+
 def start(
     launcher: str,
     world_size: int,
@@ -123,19 +136,9 @@ def start(
     variables: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
-    """Start a script in a process group of its own; `prefix` is a command that starts the launcher."""
+    """Start a script; `prefix` is a command that starts the launcher."""
     command = launch_command(launcher, world_size, gpu=gpu, accelerate_file=accelerate_file)
-    script = [*prefix, *command, *NO_REPORT]
-    command = [*script, "--run.output_dir", str(folder), *options]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(gpu=gpu) | dict(variables or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return start_command([*prefix, *command], folder, options, gpu=gpu, variables=variables)
 
 
 def kill_outright(process: subprocess.Popen[str]) -> None:
@@ -182,27 +185,12 @@ def launch(
     """
     if real or gpu or prefix:
         assert not before
-        process = start(
-            launcher,
-            world_size,
-            folder,
-            options,
-            gpu=gpu,
-            accelerate_file=accelerate_file,
-            variables=variables,
-            prefix=prefix,
-        )
+        how: dict[str, Any] = {"gpu": gpu, "accelerate_file": accelerate_file, "prefix": prefix}
+        process = start(launcher, world_size, folder, options, variables=variables, **how)
         finished = finish(process, folder)
     else:
-        finished = ForkedLaunch(
-            launcher,
-            world_size,
-            folder,
-            options,
-            accelerate_file=accelerate_file,
-            variables=variables,
-            before=before,
-        ).finish()
+        how = {"accelerate_file": accelerate_file, "variables": variables, "before": before}
+        finished = ForkedLaunch(launcher, world_size, folder, options, **how).finish()
     if exit_code is not None:
         assert finished.exit_code == exit_code, f"exit code {finished.exit_code}:\n{finished.output[-6000:]}"
     return finished
@@ -228,19 +216,17 @@ class ForkedLaunch:
         # the launcher's own options stand between its name and the script
         command = launch_command(launcher, world_size, accelerate_file=accelerate_file)
         argv = [*NO_REPORT, "--run.output_dir", str(folder), *options]
-        script = "train_pretrain" if launcher == "torchrun" else "train_pretrain_accelerate"
-        self.ranks: Forked = fork_server().start(
-            Request(
-                "support.fork_server:run_script",
-                [script, argv],
-                world_size,
-                launcher=launcher,
-                launcher_options=command[3:-1] if launcher == "accelerate" else [],
-                output=str(self._output),
-                variables=dict(variables or {}),
-                before=list(before),
-            )
+        request = Request(
+            "support.fork_server:run_script",
+            [SCRIPTS[launcher], argv],
+            world_size,
+            launcher=launcher,
+            launcher_options=command[3:-1] if launcher == "accelerate" else [],
+            output=str(self._output),
+            variables=dict(variables or {}),
+            before=list(before),
         )
+        self.ranks: Forked = fork_server().start(request)
 
     @property
     def output(self) -> str:

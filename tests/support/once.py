@@ -17,10 +17,7 @@ T = TypeVar("T")
 def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], T]) -> T:
     """`make(folder)` by the first process that asks; the others wait, and get a copy of its result.
 
-    Args:
-        tmp_path_factory: pytest's; its folders are the run's own.
-        name: Of the thing and its folder.
-        make: Called with an empty folder that every process sees. What it raises is raised everywhere.
+    The folder is empty, and every process sees it. What `make` raises is raised everywhere.
     """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"once-{name}"

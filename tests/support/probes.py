@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from support.fork_server import python_path
-from support.launching import ROOT, environment
+from support.launching import ROOT, environment, kill_outright, train
 
 LIMIT_SECONDS = 400
 """Far above what a launch takes; reached when something hangs."""
@@ -48,12 +48,18 @@ def finish_probe(process: subprocess.Popen[str], folder: Path) -> Launch:
     try:
         process.wait(LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
-        kill_group(process)
+        kill_outright(process)
         process.wait()
         raise AssertionError((folder / "output").read_text()[-3000:]) from None
     return Launch(process.returncode, (folder / "output").read_text(), folder)
 
 
-def kill_group(process: subprocess.Popen[str]) -> None:
-    """`kill -9` of a launcher and of what shares its process group."""
-    os.killpg(process.pid, signal.SIGKILL)
+def list_threads(folder: str, options: list[str]) -> int:
+    """Train in this rank; leaves the names of the process's threads in `threads-RANK`."""
+    exit_code = train("--run.output_dir", folder, *options)
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has just ended
+            names.append((task / "comm").read_text().strip())
+    (Path(folder) / f"threads-{os.environ['RANK']}").write_text("\n".join(names))
+    return exit_code

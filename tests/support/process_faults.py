@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import corruption_plan
+from support import corruption_plan, faults
+from support.engines import engine_class
 from support.faults import Patch, defined, replace_everywhere
 
 from llm_pretrain.checkpoints import state
@@ -35,7 +36,13 @@ def _substitute(name: str, other: Callable[..., Any]) -> None:
     replace_everywhere(_patch, original, lambda *a, **k: other(original, *a, **k))
 
 
-# Optimizer
+# Engines
+
+
+def break_engine(launcher: str, fault: str) -> None:
+    """A fault of `support.faults` in the script of one launcher."""
+    if (launcher == "accelerate") == ("ACCELERATE_MIXED_PRECISION" in os.environ):
+        getattr(faults, fault)(_patch, engine_class(launcher))
 
 
 def multiply_the_learning_rate(factor: float) -> None:

@@ -102,7 +102,7 @@ def run_ranks(
     return {name: [outcomes[name] for outcomes in ranks] for name in ranks[0]}
 
 
-def slow_but(quick: Collection[str], names: Iterable[str]) -> list[object]:
+def slow_but(quick: Collection[Any], names: Iterable[Any]) -> list[Any]:
     """Parameters of which those that are not `quick` are slow."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 

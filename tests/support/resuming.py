@@ -7,30 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.checkpoint_helpers import SINGLE_RANK, Run
 from torch import Tensor
 
-import llm_pretrain.checkpoints.store as store
-from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts
+from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.config.tree import Config
-from llm_pretrain.distributed.collectives import OneRank
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.training.model_setup import initialize_weights
 
-FINGERPRINTS = {"model": "small"}
 
-
-class Attempt:
+class Attempt(Run):
     """One attempt at a run: trains on random tokens that depend on the step alone."""
 
     def __init__(self, config: Config, folder: Path, *, seed: int = 0, scaler: Any = None):
-        self.config, self.step, self.scaler = config, 0, scaler
-        self.model = Decoder(config.model)
+        self.config, self.step, self.scaler, self.world_size = config, 0, scaler, 1
+        self.model: Any = Decoder(config.model)
         initialize_weights(self.model, seed)
         self.optimizer = build_optimizer(self.model, config.optimizer, config.training.precision)
-        self.store = store.CheckpointStore(folder, OneRank(), keep_last=2)
+        self.store = CheckpointStore(folder, SINGLE_RANK, keep_last=2)
 
-    def train(self, steps: int) -> Attempt:
+    def train(self, steps: int, module: Any = None) -> Attempt:
         """Take steps of AdamW; a scaler, where there is one, scales the loss."""
         for _ in range(steps):
             generator = torch.Generator().manual_seed(self.step)
@@ -41,29 +38,6 @@ class Attempt:
             self.optimizer.zero_grad(set_to_none=True)
             self.step += 1
         return self
-
-    def save(self) -> Path:
-        """Commit a checkpoint of this step."""
-        facts = RunFacts(
-            step=self.step,
-            tokens_seen=32 * self.step,
-            launcher="torchrun",
-            strategy="ddp",
-            world_size=1,
-            global_batch_size=2,
-            seed=0,
-            wandb_id=None,
-            fingerprints=FINGERPRINTS,
-        )
-        return self.store.write(self.store.stage(self.model, self.optimizer, self.scaler, facts))
-
-    def restore(self) -> ResumePoint:
-        """Continue from the newest sound checkpoint."""
-        found = self.store.find(expected=lambda step: FINGERPRINTS)
-        assert found is not None
-        self.store.load(found, self.model, self.optimizer, self.scaler)
-        self.step = found.step
-        return found
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies by name."""

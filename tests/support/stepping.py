@@ -68,25 +68,16 @@ def whole(tensor: Tensor) -> Tensor:
     return (gather() if gather else tensor).detach().clone()
 
 
-class Taps:
-    """Notes gradients and learning rate whenever an optimizer really steps."""
+def note_updates(model: torch.nn.Module, optimizer: torch.optim.Optimizer, driven: Driven) -> None:
+    """Note gradients and learning rate whenever an optimizer really steps."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, driven: Driven):
-        self.model, self.driven = model, driven
-        optimizer.register_step_pre_hook(self.note)
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        stepped = [each for group in optimizer.param_groups for each in group["params"]]
+        driven.rates.append(float(optimizer.param_groups[0]["lr"]))
+        driven.gradients.append({names[each]: whole(each.grad) for each in stepped if each.grad is not None})
 
-    def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        groups = optimizer.param_groups
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        self.driven.rates.append(float(groups[0]["lr"]))
-        self.driven.gradients.append(
-            {
-                names[parameter]: whole(parameter.grad)
-                for group in groups
-                for parameter in group["params"]
-                if parameter.grad is not None
-            }
-        )
+    optimizer.register_step_pre_hook(note)
 
 
 class _Record(Recorder):
@@ -134,27 +125,21 @@ def resolved(config: Config) -> Config:
 
 
 def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None = None) -> Driven:
-    """Take every step of `config` with `engine`, by the loop's own `_step`.
+    """Take every step of a resolved configuration with a new engine, by the loop's own `_step`.
 
-    Args:
-        engine: Freshly built.
-        config: Resolved.
-        windows: This rank's micro batches of each step; default: what the prepared loader yields.
+    `windows`: this rank's micro batches of each step; by default what the prepared loader yields.
     """
     driven = Driven()
     with torch.device("meta"):
         model = building.build_model(config)
     optimizer = optimizers.build_optimizer(model, config.optimizer, config.training.precision)
-    Taps(model, optimizer, driven)
-    loader = data.global_batches(config, start_step=0)
-    own = engine.prepare(
-        model,
-        optimizer,
-        loader,
-        lambda model: initialize_weights(
-            model, config.run.seed, config.optimizer.base_hidden_size, device=engine.device
-        ),
-    )
+    note_updates(model, optimizer, driven)
+
+    def initialize(model: torch.nn.Module) -> None:
+        seed, width = config.run.seed, config.optimizer.base_hidden_size
+        initialize_weights(model, seed, width, device=engine.device)
+
+    own = engine.prepare(model, optimizer, data.global_batches(config, start_step=0), initialize)
     training: Any = object.__new__(loop.Trainer)
     training.config, training.engine = config, engine
     training.progress = Progress()
@@ -177,12 +162,9 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         name: getattr(parameter, "_local_tensor", parameter).numel()
         for name, parameter in model.named_parameters()
     }
+    states = {name: optimizer.state.get(parameter) for name, parameter in model.named_parameters()}
     driven.first_moments = {
-        name: whole(
-            optimizer.state[parameter].get("exp_avg", optimizer.state[parameter].get("momentum_buffer"))
-        )
-        for name, parameter in model.named_parameters()
-        if parameter in optimizer.state
+        name: whole(own.get("exp_avg", own.get("momentum_buffer"))) for name, own in states.items() if own
     }
     driven.scaler = engine.scaler.state_dict()
     driven.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -202,12 +184,9 @@ def corruption_check(training: Any, warnings: list[str]) -> corruption.Corruptio
     )
     faults: list[dict] = []
     status: Any = SimpleNamespace(checked=None, faults=faults, add_fault=faults.append)
+    recorder = training.recorder
     return corruption.CorruptionCheck(
-        training.decision,
-        checkpoints,
-        status,
-        warnings.append,
-        training.recorder.settle,
+        training.decision, checkpoints, status, warnings.append, recorder.settle
     )
 
 

@@ -20,13 +20,11 @@ from support.interrupting import newest_checkpoint
 from support.launching import (
     ACCELERATE_SCRIPT,
     CPU_FILE,
-    NO_REPORT,
-    ROOT,
     TIMEOUT_SECONDS,
     TORCHRUN_SCRIPT,
     Finished,
-    environment,
     finish,
+    start_command,
 )
 
 from llm_pretrain.files import MARKER
@@ -91,16 +89,8 @@ def begin(command: str | Sequence[str], folder: Path, options: Sequence[str], **
     """Start a launcher of `COMMANDS`, or another command up to the script's options."""
     words = COMMANDS[command] if isinstance(command, str) else command
     mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        [*words, *NO_REPORT, "--run.output_dir", str(folder), *options],
-        cwd=ROOT,
-        env=environment() | variables | {MARK: mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=default_signals,  # noqa: PLW1509 (no thread runs beside the tests)
-    )
+    marked = variables | {MARK: mark}
+    process = start_command(words, folder, options, variables=marked, preexec=default_signals)
     return Launch(process, folder, mark)
 
 
@@ -191,25 +181,22 @@ def _has_torch(pid: int) -> bool:
 
 def to_launcher(*numbers: signal.Signals, gap: float = 0.0) -> Callable[[Launch], None]:
     """These signals, one after the other, to the launcher's own process."""
-
-    def send(launch: Launch) -> None:
-        for index, number in enumerate(numbers):
-            time.sleep(gap if index else 0.0)
-            with suppress(ProcessLookupError):
-                os.kill(launch.process.pid, number)
-        go_on(launch)
-
-    return send
+    return _sending(os.kill, numbers, gap)
 
 
 def to_group(*numbers: signal.Signals, gap: float = 0.0) -> Callable[[Launch], None]:
     """To the launcher's process group, as a terminal sends them."""
+    return _sending(os.killpg, numbers, gap)
 
+
+def _sending(
+    kill: Callable[[int, int], None], numbers: Sequence[signal.Signals], gap: float
+) -> Callable[[Launch], None]:
     def send(launch: Launch) -> None:
         for index, number in enumerate(numbers):
             time.sleep(gap if index else 0.0)
             with suppress(ProcessLookupError):
-                os.killpg(launch.process.pid, number)
+                kill(launch.process.pid, number)
         go_on(launch)
 
     return send

@@ -7,7 +7,7 @@ behind rounding, and the same without an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.model.moe import Router
 from llm_pretrain.training.engine import own_part
-from llm_pretrain.training.step import Objective, Step, StepSums
+from llm_pretrain.training.step import Objective, Step, StepSums, loss_sums
 
 TP_CP_EP = {"tp_size": 2, "cp_size": 2, "ep_size": 2}
 TP_CP = {"tp_size": 2, "cp_size": 2}
@@ -225,6 +225,53 @@ def _tied_counted_twice(patch: Patch, engine: type) -> None:
     patch.setattr(Pipeline, "clip_grad_norm", wrong)
 
 
+def _experts_divided(factor: float) -> Fault:
+    """The fault of experts' gradients that FSDP divides after their reduction."""
+    right = fsdp.sum_gradients
+
+    def wrong(model: Any) -> None:
+        right(model)
+        for module in model.modules():
+            if isinstance(module, expert_parallel.ParallelExperts):
+                module.set_gradient_divide_factor(factor)  # type: ignore[operator]  # FSDP's
+
+    return faults.replacing(right, wrong)
+
+
+def _balance_of_each_rank(patch: Patch, engine: type) -> None:
+    """The balance loss times the ranks of a group."""
+
+    def sums(output: Any) -> Any:
+        loss, z_loss, aux_loss, router_z_loss = loss_sums(output)
+        return loss, z_loss, aux_loss * 4, router_z_loss
+
+    faults.replace_everywhere(patch, loss_sums, sums)
+
+
+def _norms_of_each_part(patch: Patch, engine: type) -> None:
+    """What is whole on the `tp` ranks has the gradient of a rank's positions only."""
+    shard = fsdp.shard_full_precision
+
+    def wrong(model: Any, mesh: Any, vocabulary_mesh: Any) -> Any:
+        return shard(model, vocabulary_mesh, vocabulary_mesh)
+
+    faults.replace_everywhere(patch, shard, wrong)
+
+
+def _norm_of(gradients: Callable[[list[Any]], list[Any]]) -> Fault:
+    """The fault of a norm of other gradients than all of them."""
+
+    def clip(parameters: list[Any], max_norm: float) -> Any:
+        norm: Any = torch.nn.utils.get_total_norm(gradients(parameters))
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    return faults.replacing(fsdp.clip_over_meshes, clip)
+
+
+OWN_PARTS = _norm_of(lambda parameters: [each.grad.to_local() for each in parameters])
+NO_EXPERTS = _norm_of(lambda parameters: [each.grad for each in parameters if each.dim() < 3])
+
+
 class Trap(NamedTuple):
     """An error, the mesh that has it, and the figure of `test_mesh_traps.figures` that shows it.
 
@@ -256,6 +303,12 @@ TRAPS: dict[str, Trap] = {
     "weights of own experts": Trap(_weights_of_own_experts, TP_CP_EP, "gradients", 0.1),
     "positions of a stage": Trap(_positions_of_a_stage, PP_CP, "gradients", 1e-3),
     "tied counted twice": Trap(_tied_counted_twice, PP_CP, "norms", 1e-3),
+    "norms of each part": Trap(_norms_of_each_part, {"tp_size": 2}, "gradients", 0.1),
+    "router losses times ranks": Trap(_balance_of_each_rank, {"tp_size": 4}, "gradients", 0.1),
+    "experts times ranks": Trap(_experts_divided(0.5), {"ep_size": 2}, "gradients", 0.4),
+    "experts divided twice": Trap(_experts_divided(2.0), {"ep_size": 2}, "gradients", 0.4),
+    "norm without the experts": Trap(NO_EXPERTS, {"ep_size": 2}, "norms", 1e-3),
+    "norm of own parts": Trap(OWN_PARTS, {"tp_size": 2}, "norms", 1e-3),
 }
 KINDS: Changes = {"ddp": {}, "ddp dense": {"num_experts": 0}}
 """Runs without a mesh, and what they change in the model."""

@@ -1,15 +1,4 @@
-"""Traps of bit identity: each check passes on our code and fails with the mistake put in.
-
-| trap | check |
-|---|---|
-| another optimizer kernel or bucket size on one side, dividing elsewhere | same bits |
-| reducing every micro batch | same bits |
-| a static graph, which does not go together with `no_sync` | same bits |
-| softmax and logsumexp stay in bf16 under autocast on a CPU | router and loss head against float64 |
-| Accelerate's fp16 on a CPU silently trains in fp32 | refused, or really fp16 |
-| each launcher sets another number of threads, and another number sums in another order | same bits |
-| dropout seeded by rank changes with the number of ranks | same losses at one and three ranks |
-"""
+"""Traps of bit identity: each check passes on our code and fails with the mistake put in."""
 
 from __future__ import annotations
 
@@ -22,6 +11,7 @@ import pytest
 import torch
 from support.engines import run_engine
 from support.faults import DIVIDED_ELSEWHERE, Fault, another_optimizer, replace_everywhere
+from support.launching import assert_same_tensors
 from support.rank_cases import Outcome
 from support.stepping import Driven
 
@@ -33,8 +23,8 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch import process
 
 
-def router_in_autocast(patch: pytest.MonkeyPatch) -> None:
-    """The router's product and softmax in bf16."""
+def everything_in_autocast(patch: pytest.MonkeyPatch) -> None:
+    """Products, softmax and logsumexp in bf16."""
     autocast = torch.autocast
     patch.setattr(
         torch, "autocast", lambda *a, **k: nullcontext() if k.get("enabled") is False else autocast(*a, **k)
@@ -66,7 +56,7 @@ def check_same_bits(left: list[Outcome], right: list[Outcome]) -> None:
         assert (other.losses, other.grad_norms) == (one.losses, one.grad_norms)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "dropout"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "dropout", "global balance"])
 def test_both_paths_compute_the_same_bits(precision, ranks):
     check_same_bits(ranks[f"torchrun {precision}"], ranks[f"accelerate {precision}"])
 
@@ -74,11 +64,8 @@ def test_both_paths_compute_the_same_bits(precision, ranks):
 @pytest.mark.parametrize(
     "case",
     [
-        "another optimizer",
-        "another bucket size",
-        "divided elsewhere",
-        "every micro batch reduced",
-        "static graph",
+        *("another optimizer", "another bucket size", "divided elsewhere"),
+        *("every micro batch reduced", "static graph"),
     ],
 )
 def test_a_difference_on_one_side_is_seen(case, ranks):
@@ -92,36 +79,25 @@ def test_figures_that_are_read_later_change_no_bits(launcher: str, ranks):
     waiting, read = ranks[f"{launcher} read late"], ranks[f"{launcher} read at once"]
     check_same_bits(waiting, read)
     for one, other in zip(waiting, read, strict=True):
-        assert one.driven.buffers.keys() == other.driven.buffers.keys()
-        assert all(
-            torch.equal(one.driven.buffers[name], other.driven.buffers[name]) for name in one.driven.buffers
-        )
+        assert_same_tensors(one.driven.buffers, other.driven.buffers)
     lost, known = ranks[f"{launcher} read late, NaN"], ranks[f"{launcher} one rank NaN"]
     for one, other in zip(lost, known, strict=True):
         assert one.error is None
         assert one.driven.hashes == other.driven.hashes
         assert one.driven.skipped == other.driven.skipped == ["nonfinite_gradient"] * 2
         assert one.driven.updates == [1, 1], "the optimizer is called, and does nothing"
-        assert not any(buffer.any() for buffer in one.driven.buffers.values()), (
-            "nor does the router's bias move"
-        )
-
-
-def check_alone(config: Config, *faults: Fault) -> None:
-    """One process computes the same bits on either path; the mistakes are on one."""
-    left, right = run_engine("torchrun", config, *faults), run_engine("accelerate", config)
-    check_same_bits([Outcome(left)], [Outcome(right)])
+        assert not any(buffer.any() for buffer in one.driven.buffers.values()), "the router's bias moves"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation_steps", [3, 4])
-def test_one_process_computes_the_same_bits_on_both_paths(precision, accumulation_steps, config):
-    training = {"precision": precision, "global_batch_size": 2 * accumulation_steps}
-    check_alone(alone := config(training=training))
-    if accumulation_steps == 3:  # dividing by a power of two changes no bits wherever it stands
-        for mistake in (another_optimizer, DIVIDED_ELSEWHERE):
-            with pytest.raises(AssertionError):
-                check_alone(alone, mistake)
+def test_one_process_computes_the_same_bits_on_both_paths(precision, config):
+    """Of three micro batches: dividing by a power of two changes no bits wherever it stands."""
+    alone = config(training={"precision": precision, "global_batch_size": 6})
+    right = [Outcome(run_engine("accelerate", alone))]
+    check_same_bits([Outcome(run_engine("torchrun", alone))], right)
+    for mistake in (another_optimizer, DIVIDED_ELSEWHERE):
+        with pytest.raises(AssertionError):
+            check_same_bits([Outcome(run_engine("torchrun", alone, mistake))], right)
 
 
 def check_dropout(outcomes: list[Outcome], config: Config) -> None:
@@ -153,14 +129,6 @@ def check_router_precision() -> None:
     torch.testing.assert_close(sums.z_loss.double(), z_loss, rtol=1e-6, atol=0.0)
 
 
-def test_the_router_is_exact_under_autocast():
-    check_router_precision()
-    with pytest.MonkeyPatch.context() as patch:
-        router_in_autocast(patch)
-        with pytest.raises(AssertionError):
-            check_router_precision()
-
-
 def check_loss_head_precision() -> None:
     """Under bf16 autocast cross-entropy and z-loss are those of float64 on the same bf16 logits."""
     torch.manual_seed(0)
@@ -175,12 +143,13 @@ def check_loss_head_precision() -> None:
     torch.testing.assert_close(sums.z_loss.double(), z_loss, rtol=1e-6, atol=0.0)
 
 
-def test_the_loss_head_is_exact_under_autocast():
-    check_loss_head_precision()
+@pytest.mark.parametrize("check", [check_router_precision, check_loss_head_precision])
+def test_router_and_loss_head_are_exact_under_autocast(check):
+    check()
     with pytest.MonkeyPatch.context() as patch:
-        replace_everywhere(patch, router.at_least_fp32, lambda tensor: tensor)
+        everything_in_autocast(patch)
         with pytest.raises(AssertionError):
-            check_loss_head_precision()
+            check()
 
 
 def check_fp16_is_fp16(config: Config, *faults: Fault) -> None:

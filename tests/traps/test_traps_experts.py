@@ -1,13 +1,4 @@
-"""Traps of experts and buffers under data parallelism: each check passes on our code, fails with the mistake.
-
-| trap | check |
-|---|---|
-| experts in a list get no gradient without a token: data parallelism fails, a step late | every gradient |
-| a static graph and `no_sync`: an internal assertion fails | all ranks finish |
-| data parallelism broadcasts buffers at every forward pass | each rank keeps its own |
-| a complex rotary table cannot be broadcast on a GPU | no complex buffer |
-| a persistent rotary table is a part of every checkpoint | the router's bias is the only one |
-"""
+"""Traps of experts and buffers: each check passes on our code and fails with the mistake put in."""
 
 from __future__ import annotations
 

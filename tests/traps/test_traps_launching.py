@@ -1,12 +1,4 @@
-"""Traps of launching and leaving: each check passes on our code and fails with the mistake put in.
-
-| trap | check |
-|---|---|
-| `accelerate launch --cpu --num_processes 2`, or MULTI_CPU in its file, silently starts one process | stops |
-| a bare `Accelerator()` under torchrun without a GPU: unconnected trainings of one process each | connects |
-| an FSDP file on a CPU silently becomes data parallelism | stops |
-| the process group destroyed while the wrapped model lives, or while another rank still needs it | order |
-"""
+"""Traps of launching and leaving: each check passes on our code and fails with the mistake put in."""
 
 from __future__ import annotations
 

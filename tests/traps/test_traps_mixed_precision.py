@@ -1,13 +1,6 @@
 """Traps of the gradient scaler: each check passes on our code and fails with the mistake put in.
 
 The scaler's state in checkpoints is in `test_traps_checkpoints.py`.
-
-| trap | check |
-|---|---|
-| clipping before unscaling: the norm is the scaled one, the update shrinks by the scale | as in fp32 |
-| a loss that is not scaled | as in fp32 |
-| `update` left out: the scale never recovers from an overflow | the scale falls |
-| ranks decide for themselves whether to skip a step | all skip together |
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""Traps of leaving and starting again: each check passes on our code and fails with the mistake put in.
-
-| trap | check |
-|---|---|
-| torchrun's exit code is 1, whatever its workers' is | status.json has the worker's |
-| all attempts of `torchrun --max-restarts` share a store, in which killed processes left addresses | sum |
-| a launcher's death leaves workers behind: `kill -9` of torchrun, SIGTERM to `accelerate launch` | stopped |
-| SIGUSR1 ends a process that does not expect it; torchrun hands it on where told to | stopped |
-"""
+"""Traps of leaving and starting again: each check passes on our code and fails with the mistake put in."""
 
 from __future__ import annotations
 

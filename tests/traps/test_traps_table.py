@@ -66,11 +66,3 @@ def test_errors_of_others_have_a_source_and_a_test():
     for _, source, *_, tests in found:
         assert "](https://github.com/" in source
         check(tests, tests=True)
-
-
-@pytest.mark.parametrize(
-    "cell", ["`tests/traps/test_traps_table.py::test_nothing`", "`tests/nothing.py::test_x`", "a test"]
-)
-def test_a_name_that_is_gone_would_be_noticed(cell):
-    with pytest.raises(AssertionError):
-        check(cell, tests=True)

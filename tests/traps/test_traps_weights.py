@@ -1,14 +1,4 @@
-"""Traps of half-precision weights: each check passes on our code and fails with the mistake put in.
-
-| trap | check |
-|---|---|
-| casting to half: 7e4 becomes infinite, in bf16 3.4e38 too | refused by name |
-| casting to fp16: 1e-8 becomes 0 | kept by the default precision |
-| casting everything: integers lose their last digits, complex numbers a half | they stay |
-| tied weights are written as two copies, or not at all | the head is left out |
-| a compiled model has other names (`_orig_mod.`), and lenient loading leaves random weights | same tensors |
-| versions of torch whose `weights_only=True` could be exploited | not installable |
-"""
+"""Traps of half-precision weights: each check passes on our code and fails with the mistake put in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both launchers on two real processes give the same numbers, to the last bit; also a mixture, resumed."""
+"""A mixture of sources: the same bits by both launchers and resumed, the same samples on one process."""
 
 from __future__ import annotations
 
@@ -9,79 +9,20 @@ from pathlib import Path
 import pytest
 from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, launch, train
 
-pytestmark = pytest.mark.slow  # the quick suite has test_resume.py
+pytestmark = pytest.mark.slow
 
-STEPS = 8
-
-CASES = {
-    "dense-ragged-fp32": ("tiny-dense.yaml", "masked", "fp32", 24),
-    "dense-ragged-bf16": ("tiny-dense.yaml", "masked", "bf16", 24),
-    "quickstart-fp32": ("quickstart.yaml", "plain", "fp32", 32),
-    "quickstart-bf16": ("quickstart.yaml", "plain", "bf16", 32),
-}
-"""name: (preset, store, precision, global batch size); the dense cases accumulate over 3 micro batches."""
-
-
-def options(preset: str, store: Path, precision: str, global_batch_size: int) -> list[str]:
-    return [
-        *("--config", str(ROOT / "configs" / preset)),
-        *("--data.sources", f"[{{store: {store}}}]"),
-        *("--training.precision", precision, "--training.sequence_length", "64"),
-        *("--training.global_batch_size", str(global_batch_size)),
-        *("--training.max_steps", str(STEPS), "--schedule.warmup_steps", "2"),
-        *("--evaluation.eval_steps", str(STEPS), "--evaluation.max_batches", "1"),
-        *("--checkpoint.save_steps", "0", "--distributed.cpu_threads", "1"),
-        *("--logging.logging_steps", "1", "--logging.wandb_mode", "disabled"),
-    ]
-
-
-@pytest.fixture(scope="module", params=CASES, ids=CASES.keys())
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Finished, Finished]:
-    """The same run by both launchers."""
-    preset, store, precision, global_batch_size = CASES[request.param]
-    path = request.getfixturevalue(f"{store}_store")
-    chosen = options(preset, path, precision, global_batch_size)
-    folder = tmp_path_factory.mktemp(request.param)
-    by_hand = launch("torchrun", 2, folder / "torchrun", chosen)
-    return by_hand, launch("accelerate", 2, folder / "accelerate", chosen)
-
-
-def test_rows_and_parameters_are_identical(pair: tuple[Finished, Finished]):
-    by_hand, accelerated = pair
-    rows = by_hand.exact_rows()
-    assert set(rows) == set(range(STEPS + 1))
-    assert rows == accelerated.exact_rows()
-    left = checkpoint_tensors(by_hand.folder, STEPS)
-    assert_same_tensors(left, checkpoint_tensors(accelerated.folder, STEPS))
-
-
-def test_rows_say_what_happened(pair: tuple[Finished, Finished]):
-    """The comparison compares something: losses fall, gradients are finite, digests differ by step."""
-    for run in pair:
-        rows = run.rows
-        assert rows[STEPS]["train/loss"] < rows[1]["train/loss"]
-        assert rows[STEPS]["eval/loss"] < rows[0]["eval/loss"]
-        assert all(rows[step]["train/grad_norm"] > 0 for step in range(1, STEPS + 1))
-        assert len({rows[step]["data/batch_sha256"] for step in range(1, STEPS + 1)}) == STEPS
-        assert run.status["state"] == "finished"
-        assert run.status["world_size"] == 2
-    assert [run.status["launcher"] for run in pair] == ["torchrun", "accelerate"]
-
-
-MIXTURE_STEPS, RESUMED_FROM = 14, 5
+STEPS, RESUMED_FROM = 14, 5
 LABELS = ("plain", "ragged")
 
 
-def mixture_options(plain_store: Path, masked_store: Path) -> list[str]:
+def options(plain_store: Path, masked_store: Path) -> list[str]:
     """128 sequences a step: the change of weights at step 3 begins with the second block, at step 8."""
     sources = f"[{{store: {plain_store}, name: plain}}, {{store: {masked_store}, weight: 2, name: ragged}}]"
     return [
         *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", sources),
         *("--data.weight_changes", "[{step: 3, weights: [1, 0]}, {step: 100, weights: [1, 1]}]"),
         *("--training.sequence_length", "32", "--training.global_batch_size", "128"),
-        *("--training.micro_batch_size", "32", "--training.max_steps", str(MIXTURE_STEPS)),
+        *("--training.micro_batch_size", "32", "--training.max_steps", str(STEPS)),
         *("--evaluation.eval_steps", "4", "--evaluation.max_batches", "1"),
         *("--evaluation.sample_prompts", "[one, two]", "--evaluation.sample_tokens", "4"),
         *("--checkpoint.save_steps", str(RESUMED_FROM), "--checkpoint.keep_last", "9"),
@@ -94,7 +35,7 @@ def mixture(
     plain_store: Path, masked_store: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Finished]:
     """By hand on two processes; from its first checkpoint on through Accelerate; by hand on one process."""
-    folder, chosen = tmp_path_factory.mktemp("mixture"), mixture_options(plain_store, masked_store)
+    folder, chosen = tmp_path_factory.mktemp("mixture"), options(plain_store, masked_store)
     straight = launch("torchrun", 2, folder / "straight", chosen)
     resumed = folder / "resumed"
     later = shutil.ignore_patterns("step-0000001*", "best", "metrics.jsonl")
@@ -107,10 +48,10 @@ def mixture(
 
 def test_a_mixture_is_identical_on_the_other_launcher_and_after_a_resume(mixture: dict[str, Finished]):
     rows, resumed = mixture["straight"].exact_rows(), mixture["resumed"].exact_rows()
-    assert sorted(resumed) == list(range(RESUMED_FROM + 1, MIXTURE_STEPS + 1))
+    assert sorted(resumed) == list(range(RESUMED_FROM + 1, STEPS + 1))
     assert resumed == {step: rows[step] for step in resumed}
     left, right = (mixture[name].folder for name in ("straight", "resumed"))
-    assert_same_tensors(checkpoint_tensors(left, MIXTURE_STEPS), checkpoint_tensors(right, MIXTURE_STEPS))
+    assert_same_tensors(checkpoint_tensors(left, STEPS), checkpoint_tensors(right, STEPS))
     best = [path.name for path in (left / "weights" / "best").iterdir()]
     assert {"model.safetensors", "best.json"} <= set(best)
     for name in best:
@@ -125,8 +66,8 @@ def test_a_mixture_is_identical_on_the_other_launcher_and_after_a_resume(mixture
 def test_a_mixture_is_the_same_on_one_process(mixture: dict[str, Finished]):
     """Its samples exactly, its losses as far as the split of a batch allows."""
     rows, alone = mixture["straight"].rows, mixture["alone"].rows
-    assert set(rows) == set(alone) == set(range(MIXTURE_STEPS + 1))
-    for step in range(1, MIXTURE_STEPS + 1):
+    assert set(rows) == set(alone) == set(range(STEPS + 1))
+    for step in range(1, STEPS + 1):
         for key in ("data/batch_sha256", *(f"train/source/{label}/loss_tokens" for label in LABELS)):
             assert rows[step][key] == alone[step][key], (step, key)
         for label in LABELS:
