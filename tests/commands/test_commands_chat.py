@@ -189,25 +189,8 @@ def test_the_same_seed_gives_the_same_conversation(base, talk):
     assert first != talk(base, *options, "2", lines=["one", "two"])
 
 
-def test_wrong_input_is_one_line(base, tmp_path, talk):
-    for argv, code, expected in (
-        ([tmp_path / "nowhere"], 74, "config.json: expected"),
-        ([base, "--top_p", "2"], 2, "--top_p: expected"),
-        ([base, "--system", "\udcff"], 2, "--system: expected UTF-8"),
-    ):
-        _, err = talk(*argv, lines=["x"], code=code)
-        assert expected in err
-        assert err.count("\n") == 1
-
-
 def test_bytes_that_are_no_text_are_named_by_line(with_template, talk):
     options = (with_template, "--max_new_tokens", "2")
     out, err = talk(*options, lines=["é", "\udcff", "b"], code=65)
     assert out.endswith("\n")
     assert err.endswith("error: standard input:2: expected UTF-8 text, found byte 0xff\n")
-
-
-def test_help_ends_in_examples(capsys):
-    with pytest.raises(SystemExit):
-        main(["chat", "--help"])
-    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("  echo ")

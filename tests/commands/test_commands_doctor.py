@@ -188,25 +188,6 @@ def test_threads_and_folder_as_a_run_would_have_them(
     assert "warning: runs: no run can write there" in output
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: [1\n", "not a valid YAML file"),
-        ("- 1\n", "expected Accelerate's settings"),
-        (None, "expected a text file"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_one_line(
-    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    file = tmp_path / "accelerate.yaml"
-    if text is not None:
-        file.write_text(text)
-    assert main(["doctor", "--accelerate_config", str(file)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert message in line
-
-
 def test_what_the_file_may_hold_is_what_accelerate_takes():
     """Accelerate's own list of keys; an unknown one stops `accelerate launch`."""
     import dataclasses
@@ -217,10 +198,3 @@ def test_what_the_file_may_hold_is_what_accelerate_takes():
 
     taken = {field.name for field in dataclasses.fields(ClusterConfig)}
     assert taken <= _KEYS
-
-
-def test_the_help_ends_in_examples(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as caught:
-        main(["doctor", "--help"])
-    assert caught.value.code == 0
-    assert "my_cluster.yaml" in capsys.readouterr().out.strip().splitlines()[-1]

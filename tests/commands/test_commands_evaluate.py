@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 import zlib
@@ -48,11 +47,11 @@ def document_nats(
     return nats
 
 
-@pytest.mark.parametrize("named", ["", "checkpoints/step-00000006", "checkpoints/step-00000004"])
+@pytest.mark.parametrize("named", ["", "checkpoints/step-00000004", "checkpoints/step-00000002"])
 def test_a_checkpoint_gives_the_runs_own_row_to_the_last_bit(trained_run, capsys, named):
     figures = evaluate(capsys, trained_run.folder / named)
     row = trained_run.rows[figures["step"]]
-    assert figures["step"] == (4 if "4" in named else 6)
+    assert figures["step"] == (2 if "2" in named else 4)
     for name in ("loss", "perplexity", "bits_per_byte"):
         assert figures[name] == row[f"eval/{name}"], name
 
@@ -69,7 +68,7 @@ def test_a_run_with_kernels_of_its_own_gives_its_row_too(plain_store, tmp_path, 
 
 
 def test_the_row_is_met_with_the_store_named_and_missed_with_other_settings(trained_run, plain_store, capsys):
-    loss = trained_run.rows[6]["eval/loss"]
+    loss = trained_run.rows[4]["eval/loss"]
     assert evaluate(capsys, trained_run.folder, "--store", plain_store)["loss"] == loss
     whole = evaluate(capsys, trained_run.folder, "--max_batches", "0")
     assert whole["loss"] != loss
@@ -93,9 +92,9 @@ def test_what_was_evaluated_is_said_in_sequences_at_any_micro_batch(trained_run,
 
 
 def test_half_precision_weights_and_autocast_are_near(trained_run, capsys):
-    loss = trained_run.rows[6]["eval/loss"]
+    loss = trained_run.rows[4]["eval/loss"]
     weights = evaluate(capsys, trained_run.folder / "weights")
-    assert (weights["kind"], weights["step"]) == ("weights", 6)
+    assert (weights["kind"], weights["step"]) == ("weights", 4)
     assert 0 < abs(weights["loss"] - loss) < 1e-2
     low = evaluate(capsys, trained_run.folder, "--precision", "bf16")
     assert 0 < abs(low["loss"] - loss) < 2e-2
@@ -160,7 +159,7 @@ def test_special_tokens_are_no_bytes_of_the_text(trained_run, plain_store, tmp_p
 def test_lm_evals_command_gives_the_bits_per_byte_of_evaluate(trained_run, tmp_path):
     """On a run's weights, by a task file of its own, without a network."""
     pytest.importorskip("lm_eval", reason="needs the package lm-eval")
-    weights, reference = trained_run.folder / "weights" / "step-00000006", tmp_path / "reference.json"
+    weights, reference = trained_run.folder / "weights" / "step-00000004", tmp_path / "reference.json"
     for script in ("reference.py", "check_lm_eval.py"):
         command = [sys.executable, str(ROOT / "examples" / "readers" / script), str(weights), str(reference)]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
@@ -171,9 +170,9 @@ def test_lm_evals_command_gives_the_bits_per_byte_of_evaluate(trained_run, tmp_p
 def test_what_is_printed_for_people(trained_run, capsys):
     assert main(["evaluate", str(trained_run.folder)]) == 0
     out = capsys.readouterr().out
-    row = trained_run.rows[6]
+    row = trained_run.rows[4]
     for expected in (
-        "checkpoints/step-00000006 (checkpoint, step 6, fp32 on cpu)",
+        "checkpoints/step-00000004 (checkpoint, step 4, fp32 on cpu)",
         f"loss           {row['eval/loss']:.6f}\n",
         f"bits per byte  {row['eval/bits_per_byte']:.6f}\n",
         "zlib -9 ",
@@ -181,39 +180,10 @@ def test_what_is_printed_for_people(trained_run, capsys):
         assert expected in out
 
 
-def test_wrong_input_is_one_line_that_names_it(trained_run, plain_store, tmp_path, capsys):
-    def refused(*argv: str | Path, code: int) -> str:
-        assert main(["evaluate", *map(str, argv)]) == code
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.count("\n") == 1, err
-        return err
-
-    folder = trained_run.folder
-    outside = Path(shutil.copytree(folder / "weights" / "step-00000006", tmp_path / "outside"))
-    assert "--store: expected a store, since SOURCE is in no run" in refused(outside, code=2)
-    assert "none of them" in refused(tmp_path / "nowhere", code=74)
-    for option, value in (("--max_batches", -1), ("--sequence_length", 0), ("--micro_batch_size", 0)):
-        assert f"{option}: expected" in refused(folder, option, str(value), code=2)
-    assert "--sequence_length: expected at most" in refused(folder, "--sequence_length", str(1 << 20), code=2)
-    assert "--split: expected no --input" in refused(folder, "--input", "a", "--split", "train", code=2)
-    assert "none.txt" in refused(folder, "--input", tmp_path / "none.txt", code=65)
-    empty = tmp_path / "empty.txt"
-    empty.touch()
-    assert "expected documents, found none" in refused(folder, "--input", empty, code=65)
-    assert "store.json" in refused(folder, "--store", tmp_path, code=65)
-    twice = (folder, "--store", plain_store, "--store", f"{plain_store}/.")
-    assert f"each named once, found '{plain_store}/.'" in refused(*twice, code=2)
-    assert "each named once, found ''" in refused(folder, "--store=", code=2)
-    broken = Path(shutil.copytree(folder, tmp_path / "run"))
-    for file in broken.glob("weights/*/tokenizer.json"):
-        file.write_text(file.read_text() + " ")
-    message = refused(broken / "weights", "--store", plain_store, code=65)
-    assert "expected a store of the model's tokenizer" in message
+def test_a_store_without_validation_texts_is_named(trained_run, tmp_path, capsys):
     store = make_store(tmp_path / "no-validation", documents=20, validation_fraction=0.0)
-    assert "expected tokens to evaluate on in the validation split" in refused(
-        folder, "--store", store.path, code=65
-    )
+    assert main(["evaluate", str(trained_run.folder), "--store", str(store.path)]) == 65
+    assert "expected tokens to evaluate on in the validation split" in capsys.readouterr().err
 
 
 def test_several_stores_each_have_their_figures(trained_run, plain_store, changed_store, capsys):

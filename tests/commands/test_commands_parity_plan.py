@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.launching import ROOT
@@ -23,79 +22,12 @@ from llm_pretrain.audit.variants import (
 )
 from llm_pretrain.commands import parity
 from llm_pretrain.config.distributed_config import DistributedConfig
-from llm_pretrain.errors import ConfigError
-from llm_pretrain.launch import jobs as _launching
 from llm_pretrain.launch import options as _options
 from llm_pretrain.launch.jobs import Machine
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 
 
-@pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def started(*_: Any, **__: Any) -> None:
-        raise AssertionError("something was launched")
-
-    monkeypatch.setattr(_launching.subprocess, "Popen", started)
-    monkeypatch.setattr(parity, "this_machine", lambda: Machine(gpus=0, cores=2))
-
-
-@pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize(
-    ("words", "code", "expected"),
-    [
-        (["--paths", "torchrun,slurm"], 2, "--paths: expected some of torchrun, accelerate, t"),
-        (["--paths", "trainer"], 2, "--paths: expected torchrun or accelerate among them"),
-        (["--steps", "0"], 2, "--steps: expected 1 or more, found 0"),
-        (["--world-size", "0"], 2, "--world-size: expected whole numbers from 1 on"),
-        (["--world_size", "1,x"], 2, "found 'x'"),
-        (["--world-size", "64"], 2, "--world-size: expected at most 4 on this machine of 2 cores, found 64"),
-        (["--accumulation", "5"], 2, "training.global_batch_size 24, found 1 * 5 = 5"),
-        (["--mesh", "ddp,tp"], 2, "or sizes such as 2x2 or 2x2+ep2, found 'tp'"),
-        (["--strategies", "2x0"], 2, "--mesh: expected some of ddp, fsdp, hsdp, ep, ep+fsdp, ep+hsdp, de"),
-        (["--mesh", "hsdp"], 2, "--mesh: expected a mesh that can run (hsdp W=1 is left out: expected 4"),
-        (["--mesh", "ep"], 2, "expected a divisor of model.num_experts, 0, found 2"),
-        (
-            ["--world-size", "2", "--distributed.strategy", "fsdp", "--distributed.dp_shard_size", "3"], 2,
-            "distributed: expected a mesh that can run (configured W=2 is left out: distributed.dp_rep",
-        ),
-        (["--precision", "fp8"], 2, "--precision: expected some of fp32, bf16, fp16, found 'fp8'"),
-        (["--training.micro_batch_size", "5"], 2, "training.global_batch_size"),
-        (["--training.micro_batch_size", "24"], 2, "found 2 * 24 = 48; 2, 3, 4, 6 or 12 would"),
-        (["--training.max_steps", "0"], 2, "training.max_steps: expected more than 0"),
-        (["--paths", "torchrun", "--world-size", "1"], 2, "expected two or more runs of one precision"),
-        (["--paths", "torchrun", "--world-size", "1", "--precision", "fp32,bf16"], 2, "to compare, found"),
-        (["--world-size", "1", "--precision", "fp16"], 2, "silently train in fp32"),
-        (["--timeout", "0"], 2, "--timeout: expected more than 0 seconds"),
-        (["--data.sources", "[{store: /nowhere}]"], 65, "/nowhere"),
-        (["--interrupt", "torchrun@2"], 2, "--interrupt: expected PATH@PROCESSES:STEP"),
-        (["--interrupt", "trainer@1:5"], 2, "--interrupt: expected PATH@PROCESSES:STEP"),
-        (["--interrupt", "torchrun@1:9,torchrun@1:5"], 2, "expected ascending steps from 2 on"),
-        (["--interrupt", "torchrun@2:5", "--world-size", "1", "--accumulation", "1"], 2, "found 2 * 24 = 48"),
-        (["--interrupt", "torchrun@6:5"], 2, "expected at most 4 on this"),
-        (["--interrupt", "torchrun@1:17", "--steps", "17"], 2, "--steps: expected more than 17"),
-        (["--interrupt", "accelerate@1:5", "--precision", "fp16"], 2, "silently train in fp32"),
-    ],
-)  # fmt: skip
-def test_wrong_input_is_one_line_before_anything_is_launched(
-    words: list[str],
-    code: int,
-    expected: str,
-    plain_store: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
-    output = tmp_path / "output"
-    sources = ["--data.sources", f"[{{store: {plain_store}}}]"]
-    assert main(["parity", "--config", TINY, "--output", str(output), *sources, *words]) == code
-    printed = capsys.readouterr()
-    assert expected in printed.err
-    assert len(printed.err.strip().splitlines()) == (2 if words == ["--accumulation", "5"] else 1)
-    assert "Traceback" not in printed.err
-    assert not output.exists()
-
-
-@pytest.mark.usefixtures("nothing_starts")
 def test_the_trainer_path_s_script_may_be_missing(
     plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -207,5 +139,3 @@ def test_interruptions_are_read_and_come_after_a_checkpoint():
     at_17, at_2 = [first, second], [Interruption("torchrun", 1, 2)]
     assert [choose_save_steps(configured, at_17) for configured in (10, 500, 0, 17)] == [10, 5, 5, 5]
     assert choose_save_steps(500, at_2) == 1
-    with pytest.raises(ConfigError, match="from 2 on"):
-        parse_interruptions("torchrun@1:1")

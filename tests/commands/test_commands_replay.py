@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,36 +197,6 @@ def test_a_beginning_that_is_not_there_is_not_replayed(run: Path):
     assert second.legs
     elsewhere = str(run / "checkpoints" / "step-00000004")
     assert plan_of(run, "--checkpoint.resume", elsewhere).segments[0].legs
-
-
-WRONG: dict[str, tuple[Sequence[str], str]] = {
-    "from the end": (["--from", "12"], "--from: expected steps done before, 0 to 11, found 12"),
-    "to before from": (["--from", "6", "--to", "6"], "--to: expected a step from 7 on, found 6"),
-    "no segment": (["--sample", "0"], "--sample: expected 1 or more"),
-    "a seed alone": (["--seed", "1"], "--seed: expected together with --sample"),
-    "too many processes": (
-        ["--world-size", "8", "--training.micro_batch_size", "1"],
-        "--world-size: expected at most 4 on this machine of 2 cores, found 8",
-    ),
-    "a split that cannot be": (["--world-size", "3"], "training.global_batch_size: expected a multiple"),
-    "what replay chooses": (["--checkpoint.save_steps", "2"], "--checkpoint.save_steps: expected none but"),
-    "no such setting": (["--training.max_stepz", "1"], "no such setting"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_is_answered_before_anything_is_written(
-    name: str,
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    options, said = WRONG[name]
-    monkeypatch.setattr(replay, "this_machine", lambda: Machine(0, 2))
-    assert main(["replay", str(run), "--output", str(tmp_path / "out"), *options]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_another_folder_is_no_run(tmp_path: Path, run: Path):

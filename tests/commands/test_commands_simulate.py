@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from llm_pretrain.__main__ import main
 from llm_pretrain.config.loading import load_config
 from llm_pretrain.config.mesh_checks import check_mesh
 from llm_pretrain.config.tree import Config
-from llm_pretrain.errors import ConfigError
 from llm_pretrain.forecast.simulated_steps import (
     PAGE,
     Mesh,
@@ -148,30 +146,3 @@ def test_steps_of_a_simulated_gpu(mesh: tuple[str, ...]):
     assert extrapolated.peak == pytest.approx(whole.peak, rel=0.001)
     assert extrapolated.seconds == pytest.approx(whole.seconds, rel=0.05)
     assert sum(whole.held.values()) == whole.peak
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--gpu", "abacus"), "--gpu: expected one of a100, h100, h200, b200, 4090, found 'abacus'"),
-        ((), "--gpu: expected one of a100, h100, h200, b200, 4090, found none; or set --memory_gb"),
-        (("--gpu", "h100", "--world-size", "0"), "--world-size: expected 1 or more, found 0"),
-        (("--gpu", "h100", "--search", "1"), "--search: expected 2 GPUs or more, found 1"),
-        (("--gpu", "h100", "--memory_gb", "-1"), "--memory_gb: expected more than 0, found -1"),
-        (
-            ("--gpu", "h100", "--world-size", "2"),
-            "distributed.strategy: expected fsdp for a simulation of several processes, found ddp",
-        ),
-        (
-            ("--gpu", "h100", "--training.attention_implementation", "flex"),
-            "training.attention_implementation: expected auto, varlen or sdpa for a simulation, found flex",
-        ),
-    ],
-)
-def test_what_cannot_be_simulated_is_one_line(
-    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["simulate", *SMALL, *options]) == ConfigError.exit_code
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert message in lines[0]

@@ -556,21 +556,6 @@ def test_an_order_that_repeats_samples_is_detected(
     assert results(outcomes, "failed") == {"epochs", "samples"}
 
 
-# --- usage --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["nowhere"], "nowhere: expected a run's folder"),
-        (["run", "--samples", "few"], "--samples"),
-    ],
-)
-def test_usage_is_answered_in_a_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["verify", *options]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_run_before_its_first_step(
     masked_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
