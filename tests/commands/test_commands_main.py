@@ -14,23 +14,25 @@ import pytest
 from support.corpora import make_tokenizer, write_jsonl
 from support.documents import ROOT
 
-from llm_pretrain.__main__ import main
+from llm_pretrain.__main__ import COMMANDS, main
 from llm_pretrain.commands import prepare as prepare_command
 from llm_pretrain.files import replace_text
 
 
-@pytest.mark.parametrize("command", ["tokenizer", "prepare"])
-def test_help_ends_in_examples(command: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_in_an_example(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
-    assert f"llm-pretrain {command} --input" in capsys.readouterr().out.strip().splitlines()[-1]
+    last = capsys.readouterr().out.rstrip().splitlines()[-1]
+    assert last.startswith("  ")
+    assert f"llm-pretrain {command} " in last
 
 
 def test_usage_lists_every_command(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("tokenizer", "prepare", "generate"))
+    assert all(name in text for name in COMMANDS)
     assert main([]) == 2
     assert main(["pretrain"]) == 2
     assert "expected a command" in capsys.readouterr().err
@@ -162,7 +164,7 @@ def test_a_closed_stream_is_the_null_device(stream: str, tmp_path: Path):
 import os, sys
 os.close({number})
 sys.{stream} = None  # as Python starts with a closed one
-from llm_pretrain.__main__ import main
+from llm_pretrain.__main__ import COMMANDS, main
 code = main(["--version"])
 first = open({str(tmp_path / "file")!r}, "w")
 os.system("echo printed; echo printed >&2")

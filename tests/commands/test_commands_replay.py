@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from support.corruption_plan import gradient
+from support.finished_runs import FinishedRun
 from support.forked_replay import CONTEXT, content_of, copy_of, rewrite_checkpoint, rewrite_rows, run_replay
-from support.launching import Finished, train_tiny
+from support.launching import train, train_tiny
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.audit.comparison import tensor_difference
@@ -33,19 +34,19 @@ from llm_pretrain.training import trainer
 from llm_pretrain.training.step import Step
 from train_pretrain import TorchrunEngine
 
-STEPS = ("--training.max_steps", "12", "--schedule.warmup_steps", "2", "--checkpoint.save_steps", "4")
-OPTIONS = (
-    *STEPS,
-    "--checkpoint.keep_last",
-    "9",
-    "--evaluation.eval_steps",
-    "6",
-    "--evaluation.max_batches",
-    "1",
+STEPS = (
+    *("--model.hidden_size", "32", "--training.max_steps", "12", "--schedule.warmup_steps", "2"),
+    *("--checkpoint.save_steps", "4"),
 )
+OPTIONS = (
+    *(*STEPS, "--checkpoint.keep_last", "9"),
+    *("--evaluation.eval_steps", "6", "--evaluation.max_batches", "1"),
+)
+PREDICTED = json.dumps([{"step": step, "loss": 2.0, "low": 1.0, "high": 3.0 + step} for step in (3, 12)])
 CHECKED = (
     *STEPS,
     *("--checkpoint.keep_last", "2", "--training.check_every", "2", "--logging.logging_steps", "5"),
+    *("--evaluation.eval_steps", "6", "--evaluation.max_batches", "1", "--evaluation.prediction", PREDICTED),
 )
 GATE = "model.layers.0.self_attn.q_proj.weight"
 MOMENT = f"optimizer.state.{GATE}.exp_avg"
@@ -76,9 +77,8 @@ def spans_of(plan: ReplayPlan) -> list[tuple[int, int]]:
 # --- what is planned ----------------------------------------------------------------------------------
 
 
-def test_a_run_is_cut_at_its_kept_checkpoints(run: Path):
+def test_a_segments_steps_are_launched_as_they_were(run: Path):
     plan = plan_of(run)
-    assert spans_of(plan) == [(0, 4), (4, 8), (8, 12)]
     assert [each.source and each.source.name for each in plan.segments] == [
         None, "step-00000004", "step-00000008",
     ]  # fmt: skip
@@ -88,25 +88,36 @@ def test_a_run_is_cut_at_its_kept_checkpoints(run: Path):
     assert leg.config.training.max_steps == 12, "the schedule depends on it"
 
 
-def test_a_deleted_checkpoint_joins_two_segments(run: Path):
-    (run / "checkpoints" / "step-00000004").rename(run / "elsewhere")
-    assert spans_of(plan_of(run)) == [(0, 8), (8, 12)]
+def deleted(step: int) -> Callable[[Path], object]:
+    return lambda run: (run / "checkpoints" / f"step-{step:08d}").rename(run / "elsewhere")
+
+
+CUTS: dict[str, tuple[Callable[[Path], object], list[tuple[int, int]]]] = {
+    "whole": (lambda run: None, [(0, 4), (4, 8), (8, 12)]),
+    "a checkpoint is deleted": (deleted(4), [(0, 8), (8, 12)]),
+    "rows after the last checkpoint": (deleted(12), [(0, 4), (4, 8), (8, 12)]),
+    "a damaged manifest ends a segment and begins none": (
+        lambda run: (run / "checkpoints" / "step-00000008" / "manifest.json").write_text("{"),
+        [(0, 4), (4, 8), (4, 12)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_run_is_cut_at_its_kept_checkpoints(name: str, run: Path):
+    change, spans = CUTS[name]
+    change(run)
+    plan = plan_of(run)
+    assert spans_of(plan) == spans
+    assert (plan.segments[-1].target is None) == (name == "rows after the last checkpoint")
+
+
+def test_a_part_begins_at_the_checkpoint_before_it(run: Path):
+    deleted(4)(run)
     plan = plan_of(run, "--from", "5", "--to", "10")
     assert spans_of(plan) == [(0, 8), (8, 10)]
     assert plan.segments[-1].target is None, "no checkpoint of step 10: its rows alone"
     assert any("--from 5: from step 0" in note for note in plan.notes)
-
-
-def test_a_damaged_manifest_ends_a_segment_and_begins_none(run: Path):
-    (run / "checkpoints" / "step-00000008" / "manifest.json").write_text("{")
-    assert spans_of(plan_of(run)) == [(0, 4), (4, 8), (4, 12)]
-
-
-def test_rows_after_the_last_checkpoint_are_replayed_too(run: Path):
-    (run / "checkpoints" / "step-00000012").rename(run / "elsewhere")
-    plan = plan_of(run)
-    assert spans_of(plan) == [(0, 4), (4, 8), (8, 12)]
-    assert plan.segments[-1].target is None
 
 
 def test_lost_work_is_left_out(run: Path):
@@ -236,24 +247,26 @@ def test_a_run_is_identical_with_itself(run: Path, honest: Path):
 
 COLUMNS = ("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens", "train/loss_tokens")
 COLUMNS += ("train/aux_loss", "moe/layer_1/load_max", "eval/loss")
+COLUMNS += ("data/batch_sha256", "train/skipped", "moe/load")
+EXACT = ("data/batch_sha256", "train/learning_rate", "train/tokens")
+"""On other hardware too."""
 
 
-@pytest.mark.parametrize("key", COLUMNS)
-def test_any_number_of_a_row_that_is_changed_is_found(key: str, run: Path, honest: Path):
-    rewrite_rows(run, lambda row: row.update({key: row[key] + 1}) if row["step"] == 6 else None)
-    result = compare(run, honest)
+@pytest.mark.parametrize(
+    ("key", "device"),
+    [*((key, None) for key in COLUMNS), *((key, "another processor") for key in EXACT)],
+)
+def test_anything_of_a_row_that_is_changed_is_found(key: str, device: str | None, run: Path, honest: Path):
+    def change(row: dict[str, Any]) -> None:
+        if row["step"] == 6:
+            row[key] = row[key] + 1 if isinstance(row[key], float | int) else "other"
+
+    rewrite_rows(run, change)
+    result = compare(run, honest, **({"device": device} if device else {}))
     assert (result.verdict, result.other_rows) == ("differs", [6])
     assert result.first is not None
     assert (result.first.step, result.first.key) == (6, key)
     assert not result.tensors
-
-
-@pytest.mark.parametrize("key", ["data/batch_sha256", "train/skipped", "moe/load"])
-def test_so_is_anything_else_of_it(key: str, run: Path, honest: Path):
-    rewrite_rows(run, lambda row: row.update({key: "other"}) if row["step"] == 6 else None)
-    result = compare(run, honest)
-    assert result.first is not None
-    assert (result.first.step, result.first.key) == (6, key)
 
 
 def test_times_are_not_compared(run: Path, honest: Path):
@@ -330,6 +343,12 @@ def test_a_damaged_checkpoint_is_found(run: Path, honest: Path):
     assert "is damaged" in result.facts[0].text
 
 
+def nearly(row: dict[str, Any]) -> None:
+    """Change a loss by less than its bound."""
+    if "train/loss" in row:
+        row["train/loss"] *= 1 + 3e-7
+
+
 @pytest.mark.parametrize("environment", [{}, {"device": "another processor"}])
 def test_a_checkpoint_deleted_meanwhile_is_not_compared(
     environment: dict[str, Any], run: Path, honest: Path, tmp_path: Path
@@ -356,17 +375,10 @@ def test_a_source_deleted_meanwhile_is_not_replayed(run: Path, tmp_path: Path):
     assert "was deleted meanwhile" in result.note
 
 
-def nearly(row: dict[str, Any]) -> None:
-    """Change a loss by less than its bound."""
-    if "train/loss" in row:
-        row["train/loss"] *= 1 + 3e-7
-
-
 def test_on_other_hardware_bounds_apply_and_samples_are_exact(run: Path, honest: Path):
     other = {"device": "another processor"}
     assert compare(run, honest, **other).verdict == "identical"
-    rewrite_rows(run, lambda row: row.update({"train/loss": row["train/loss"] * (1 + 3e-7)})
-                 if "train/loss" in row else None)  # fmt: skip
+    rewrite_rows(run, nearly)
     assert compare(run, honest).verdict == "differs"
     result = compare(run, honest, **other)
     assert result.verdict == "within bound"
@@ -377,14 +389,6 @@ def test_on_other_hardware_bounds_apply_and_samples_are_exact(run: Path, honest:
     far = compare(run, honest, **other)
     assert far.first is not None
     assert (far.verdict, far.first.step, far.first.key) == ("differs", 7, "train/loss")
-
-
-@pytest.mark.parametrize("key", ["data/batch_sha256", "train/learning_rate", "train/tokens"])
-def test_on_other_hardware_too(key: str, run: Path, honest: Path):
-    rewrite_rows(run, lambda row: row.update({key: "x"}) if row["step"] == 6 else None)
-    result = compare(run, honest, device="another processor")
-    assert result.first is not None
-    assert (result.verdict, result.first.step, result.first.key) == ("differs", 6, key)
 
 
 def test_another_checkpoint_is_beyond_its_bound_on_other_hardware(run: Path, honest: Path):
@@ -607,58 +611,56 @@ def test_another_store_is_refused_and_named(run: Path, changed_store: Path, tmp_
     assert any("data.store.0" in line for line in result["segments"][1]["failure"])
 
 
-def test_nothing_to_compare_is_not_identical(plain_store: Path, tmp_path: Path):
+@pytest.fixture(scope="module")
+def checked(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of steps 5 and 10; a fault at step 8 went away when the step was computed again."""
+    with pytest.MonkeyPatch.context() as patch:
+        gradient(8, 1)(patch, TorchrunEngine)
+        return train_tiny(plain_store, tmp_path_factory.mktemp("checked") / "run", *CHECKED).folder
+
+
+def test_nothing_to_compare_is_not_identical(checked: Path, tmp_path: Path):
     """A step without row and checkpoint shows nothing; only it is trained, not the steps up to a row."""
-    run = train_tiny(plain_store, tmp_path / "run", *CHECKED).folder
-    assert any("train/check" in row for row in rows_of(run).values())
-    code, result = run_replay(run, tmp_path / "part", "--from", "8", "--to", "9")
+    assert any("train/check" in row for row in rows_of(checked).values())
+    code, result = run_replay(checked, tmp_path / "part", "--from", "8", "--to", "9", "--no-record")
     assert code
     (segment,) = result["segments"]
     assert (segment["verdict"], segment["rows"], segment["compared"]) == ("not compared", 0, None)
     replayed = tmp_path / "part" / "steps-9-9"
     assert not any("train/loss" in row for row in rows_of(replayed).values()), "it ended before step 10"
     with pytest.raises(ConfigError, match="outside of the run"):
-        plan_of(run, "--output", str(run / "again"))
+        plan_of(checked, "--output", str(checked / "again"))
 
 
-def failed_checks(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
-    """The problems that `verify` names, by check."""
-    capsys.readouterr()
-    main(["verify", str(run), "--json"])
-    checks = json.loads(capsys.readouterr().out)["checks"]
-    return {each["name"]: each["problems"] for each in checks if each["result"] == "failed"}
-
-
-def test_a_prediction_changes_no_bit_and_is_replayed_too(plain_store: Path, honest: Path, tmp_path: Path):
-    entries = [{"step": step, "loss": 2.0, "low": 1.0, "high": 3.0 + step} for step in (3, 12)]
-    options = ("--evaluation.prediction", json.dumps(entries))
-    run = train_tiny(plain_store, tmp_path / "run", *OPTIONS, *options)
-    trained = {
-        step: {key: value for key, value in row.items() if not key.startswith("eval/predicted_")}
-        for step, row in run.exact_rows().items()
-    }
-    assert trained == Finished(0, "", honest).exact_rows()
-    assert [run.rows[step]["eval/predicted_high"] for step in (6, 12)] == [9.0, 15.0]
-    code, result = run_replay(run.folder, tmp_path / "replayed")
-    assert (code, result["verdict"]) == (0, "holds")
-    assert {each["verdict"] for each in result["segments"]} == {"identical"}
-    rewrite_rows(
-        run.folder, lambda row: row.update({"eval/predicted_high": 9.5}) if row["step"] == 6 else None
+def test_a_prediction_changes_no_bit(finished_run: Callable[[str], FinishedRun], tmp_path: Path):
+    plain = finished_run("mixture")
+    options = (
+        *plain.options,
+        "--evaluation.prediction",
+        PREDICTED,
+        "--run.output_dir",
+        str(tmp_path / "run"),
     )
-    assert run_replay(run.folder, tmp_path / "again")[1]["verdict"] == "violated"
+    assert train(*options) == 0
+    found = FinishedRun(0, "", tmp_path / "run", plain.options).rows
+    for step, row in plain.exact_rows().items():
+        assert {key: found[step][key] for key in row} == row
+    assert found[4]["eval/predicted_high"] == pytest.approx(6 + 1)
 
 
 def test_a_run_with_a_fault_that_went_away_is_identical(
-    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """At a step off the logging interval: `verify` names it, and no row is another."""
-    with monkeypatch.context() as patch:
-        gradient(8, 1)(patch, TorchrunEngine)
-        run = train_tiny(plain_store, tmp_path / "run", *CHECKED).folder
-    (fault,) = json.loads((run / "status.json").read_text())["faults"]
+    (fault,) = json.loads((checked / "status.json").read_text())["faults"]
     assert (fault["step"], fault["transient"]) == (8, True)
-    code, result = run_replay(run, tmp_path / "whole", "--no-record")
+    code, result = run_replay(checked, tmp_path / "whole", "--no-record")
     assert (code, result["verdict"]) == (0, "holds")
     assert {each["verdict"] for each in result["segments"]} == {"identical"}
-    assert [step for step, row in rows_of(run).items() if "train/loss" in row] == [5, 10]
-    assert failed_checks(run, capsys).keys() == {"computed twice"}
+    rows = rows_of(checked)
+    assert [step for step, row in rows.items() if "train/loss" in row] == [5, 10]
+    assert [rows[step]["eval/predicted_high"] for step in (6, 12)] == [9.0, 15.0], "replayed too"
+    capsys.readouterr()
+    main(["verify", str(checked), "--json"])
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [each["name"] for each in checks if each["result"] == "failed"] == ["computed twice"]

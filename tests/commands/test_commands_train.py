@@ -125,9 +125,6 @@ def test_mistakes_are_found_before_anything_starts(
         main(["train", *OPTIONS, "--print_config"])
     assert stop.value.code == 0
     assert "  name: mine\n" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    assert "--print_config" in capsys.readouterr().out.strip().splitlines()[-1]
 
 
 def test_a_preset_is_found_by_its_name_unless_a_file_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
