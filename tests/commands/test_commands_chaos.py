@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launching import ROOT, Finished
+from support.finished_runs import FinishedRun
+from support.launching import ROOT
 from support.run_folders import attempt_row, training_row
 
 from llm_pretrain.audit import chaos as kills
@@ -32,11 +33,12 @@ from llm_pretrain.launch.jobs import LaunchContext, Machine
 from llm_pretrain.launch.options import write_result
 from llm_pretrain.runs.monitor import RunMonitor, temporary_folders
 
+SHA = "data/batch_sha256"
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 
 
 def rows(steps: int, **changed: Any) -> dict[int, dict[str, Any]]:
-    made = {step: training_row(step) for step in range(1, steps + 1)}
+    made = {step: training_row(step) | {SHA: str(step)} for step in range(1, steps + 1)}
     for name, value in changed.items():
         made[3][f"train/{name}"] = value
     return made
@@ -46,26 +48,22 @@ def first_difference(*rows: dict[int, dict[str, Any]], **options: Any) -> Differ
     return next(exact_differences(*rows, **options), None)
 
 
-def test_rows_may_differ_in_times_and_speeds_only():
-    other = rows(6)
-    for row in other.values():
-        row["time"], row["perf/step_seconds"] = 1.0, 2.0
-    assert first_difference(rows(6), other, steps=6) is None
-    assert first_difference(rows(6), rows(4)) is None, "so far"
-    assert first_difference(rows(6) | {0: {"step": 0, "eval/loss": 9.0}}, {}) is None, "died before any row"
+CHANGED: dict[str, tuple[dict[int, dict[str, Any]], str]] = {
+    "a bit": (rows(6, loss=math.nextafter(rows(6)[3]["train/loss"], 9)), "train/loss"),
+    "a skipped step": (rows(6, skipped="overflow"), "train/skipped"),
+    "a column more": (rows(6, more=1), "train/more"),
+    "a row less": ({step: row for step, row in rows(6).items() if step != 3}, "row"),
+    "a column less": (
+        rows(6) | {3: {k: v for k, v in rows(6)[3].items() if k != "train/tokens"}},
+        "train/tokens",
+    ),
+    "an input before a result": (rows(6, loss=9.0) | {3: rows(6, loss=9.0)[3] | {SHA: "4"}}, SHA),
+}
 
 
-@pytest.mark.parametrize(
-    ("found", "key"),
-    [
-        (rows(6, loss=math.nextafter(rows(6)[3]["train/loss"], 9)), "train/loss"),
-        (rows(6, skipped="overflow"), "train/skipped"),
-        (rows(6, more=1), "train/more"),
-        ({step: row for step, row in rows(6).items() if step != 3}, "row"),
-        (rows(6) | {3: {k: v for k, v in rows(6)[3].items() if k != "train/tokens"}}, "train/tokens"),
-    ],
-)
-def test_one_changed_bit_or_a_missing_step_is_found(found: dict[int, dict[str, Any]], key: str):
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_changed_row_is_found(name: str):
+    found, key = CHANGED[name]
     for steps in (None, 6):
         violation = first_difference(rows(6), found, steps=steps)
         assert violation is not None
@@ -73,29 +71,21 @@ def test_one_changed_bit_or_a_missing_step_is_found(found: dict[int, dict[str, A
         assert "step 3" in violation.text
 
 
-def test_a_different_input_is_reported_before_a_different_result():
-    found = rows(6, loss=9.0)
-    for made in (reference := rows(6), found):
-        for step, row in made.items():
-            row["data/batch_sha256"] = str(step)
-    found[3]["data/batch_sha256"] = "4"
-    violation = first_difference(reference, found)
-    assert violation is not None
-    assert violation.key == "data/batch_sha256"
-
-
-def test_the_end_needs_every_row_and_zero_is_not_minus_zero():
+def test_rows_may_differ_in_times_and_speeds_and_end_earlier():
+    other = rows(6)
+    for row in other.values():
+        row["time"], row["perf/step_seconds"] = 1.0, 2.0
+    assert first_difference(rows(6), other, steps=6) is None
+    assert first_difference(rows(6), rows(4)) is None, "so far"
+    assert first_difference(rows(6) | {0: {"step": 0, "eval/loss": 9.0}}, {}) is None, "died before any row"
     short = first_difference(rows(6), rows(5), steps=6)
     assert short is not None
     assert (short.step, short.key) == (6, "row")
     assert first_difference(rows(6, loss=0.0), rows(6, loss=-0.0)) is not None
-
-
-def test_an_evaluation_postponed_by_a_signal_may_be_missing():
-    reference = rows(6)
-    reference[3]["eval/loss"] = 1.5
-    assert first_difference(reference, rows(6)) is not None
-    assert first_difference(reference, rows(6), owed=3) is None
+    other = rows(6)
+    other[3]["eval/loss"] = 1.5
+    assert first_difference(other, rows(6)) is not None
+    assert first_difference(other, rows(6), owed=3) is None, "postponed by a signal"
 
 
 def write_rows(folder: Path, name: str, made: list[dict[str, Any]]) -> None:
@@ -147,7 +137,7 @@ def test_a_postponed_evaluation_is_not_a_step(tmp_path: Path):
 
 
 @pytest.fixture
-def killed(trained_run: Finished, tmp_path: Path) -> Path:
+def killed(trained_run: FinishedRun, tmp_path: Path) -> Path:
     """A copy of the trained run, under an id and a launcher of its own."""
     folder = Path(shutil.copytree(trained_run.folder, tmp_path / "killed", symlinks=True))
     for path in (folder / "checkpoints").iterdir():
@@ -157,72 +147,80 @@ def killed(trained_run: Finished, tmp_path: Path) -> Path:
     return folder
 
 
-def assert_violated(reference: Path, folder: Path, text: str, *, sound: bool = True) -> None:
-    end = check_end(reference, folder, 4)
-    violation = end if sound else check_committed(folder)
-    assert violation is not None
-    assert text in violation.text, violation.text
-
-
-def test_equal_ends_are_equal(trained_run: Finished, killed: Path):
+def test_equal_ends_are_equal(trained_run: FinishedRun, killed: Path):
     assert check_end(trained_run.folder, killed, 4) is None
     assert check_committed(killed) is None
 
 
-def test_a_tensor_changed_in_one_bit_is_named(trained_run: Finished, killed: Path):
-    """Even where the manifest has the digest of the changed file."""
-    path = killed / "checkpoints" / "step-00000004"
-    content = read_manifest(path)
-    (name,) = content.files
-    changed = bytearray((path / name).read_bytes())
-    changed[-1] ^= 1
-    (path / name).write_bytes(changed)
-    write_manifest(path, replace(content, files={name: file_digest(path / name)}))
-    assert check_committed(killed) is None
-    violation = check_end(trained_run.folder, killed, 4)
-    assert violation is not None
-    assert violation.key in content.tensors
-    assert "bit for bit" in violation.text
+Damage = Callable[[Path], object]
+MIDDLE, LAST = "checkpoints/step-00000002", "checkpoints/step-00000004"
+WEIGHTS = "weights/step-00000004"
 
 
-@pytest.mark.parametrize("what", ["flipped", "cut", "no manifest", "another step"])
-def test_a_damaged_checkpoint_is_found(what: str, trained_run: Finished, killed: Path):
-    path = killed / "checkpoints" / "step-00000002"
-    content = read_manifest(path)
-    (name,) = content.files
-    data = bytearray((path / name).read_bytes())
-    if what == "flipped":
-        data[-9] ^= 16
-    (path / name).write_bytes(data[:-1] if what == "cut" else data)
-    if what == "no manifest":
-        (path / "manifest.json").unlink()
-    if what == "another step":
-        write_manifest(path, replace(content, run=replace(content.run, step=1)))
-    assert_violated(trained_run.folder, killed, f"{path} is damaged", sound=False)
+def changed_bytes(name: str, change: Callable[[bytearray], bytearray]) -> Damage:
+    """The bytes of the safetensors file in a folder."""
+
+    def damage(run: Path) -> None:
+        (file,) = (run / name).glob("*.safetensors")
+        file.write_bytes(change(bytearray(file.read_bytes())))
+
+    return damage
 
 
-def test_changed_weights_a_missing_file_and_another_status_are_found(trained_run: Finished, killed: Path):
-    reference, weights = trained_run.folder, killed / "weights" / "step-00000004"
-    file = weights / "model.safetensors"
-    data = bytearray(file.read_bytes())
+def flipped(data: bytearray) -> bytearray:
     data[-1] ^= 1
-    file.write_bytes(data)
-    assert_violated(reference, killed, f"{file}: expected the reference's bytes")
-    file.write_bytes(data[:40])
-    assert_violated(reference, killed, f"{weights} is damaged", sound=False)
-    (weights / "config.json").unlink()
-    assert_violated(reference, killed, "config.json differs")
-    status = json.loads((killed / "status.json").read_text())
-    (killed / "status.json").write_text(json.dumps(status | {"state": "running", "exit_code": None}))
-    assert_violated(reference, killed, "expected finished, 0, step 4, found running")
+    return data
 
 
-@pytest.mark.parametrize("parent", ["checkpoints", "weights"])
-def test_a_temporary_folder_must_not_outlive_the_run(parent: str, trained_run: Finished, killed: Path):
-    left = killed / parent / ".step-00000004.tmp-0123abcd"
-    left.mkdir()
-    assert temporary_folders(killed) == [f"{parent}/{left.name}"]
-    assert_violated(trained_run.folder, killed, f"{left} is left over")
+def with_its_digest(run: Path) -> None:
+    """One bit of a tensor, for which the manifest vouches."""
+    changed_bytes(LAST, flipped)(run)
+    content = read_manifest(run / LAST)
+    (name,) = content.files
+    write_manifest(run / LAST, replace(content, files={name: file_digest(run / LAST / name)}))
+
+
+def another_step(run: Path) -> None:
+    content = read_manifest(run / MIDDLE)
+    write_manifest(run / MIDDLE, replace(content, run=replace(content.run, step=1)))
+
+
+def running(run: Path) -> None:
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(status | {"state": "running", "exit_code": None}))
+
+
+def left_over(parent: str) -> Damage:
+    return lambda run: (run / parent / ".step-00000004.tmp-0123abcd").mkdir()
+
+
+DAMAGES: dict[str, tuple[Damage, bool, str]] = {
+    "a tensor in one bit": (with_its_digest, True, "bit for bit"),
+    "a checkpoint in one bit": (changed_bytes(MIDDLE, flipped), False, f"{MIDDLE} is damaged"),
+    "a cut checkpoint": (changed_bytes(MIDDLE, lambda data: data[:-1]), False, f"{MIDDLE} is damaged"),
+    "no manifest": (lambda run: (run / MIDDLE / "manifest.json").unlink(), False, f"{MIDDLE} is damaged"),
+    "another step": (another_step, False, f"{MIDDLE} is damaged"),
+    "other weights": (changed_bytes(WEIGHTS, flipped), True, ".safetensors: expected the reference's bytes"),
+    "cut weights": (changed_bytes(WEIGHTS, lambda data: data[:40]), False, f"{WEIGHTS} is damaged"),
+    "no config.json": (lambda run: (run / WEIGHTS / "config.json").unlink(), True, "config.json differs"),
+    "another status": (running, True, "expected finished, 0, step 4, found running"),
+    "a temporary checkpoint": (left_over("checkpoints"), True, "is left over"),
+    "temporary weights": (left_over("weights"), True, "is left over"),
+}
+"""What is done to the killed run, whether its ends are compared with the reference, and what is said."""
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damage_is_named(name: str, trained_run: FinishedRun, killed: Path):
+    damage, compared, text = DAMAGES[name]
+    damage(killed)
+    violation = check_end(trained_run.folder, killed, 4) if compared else check_committed(killed)
+    assert violation is not None
+    assert text in violation.text, violation.text
+    if name == "a tensor in one bit":
+        assert violation.key in read_manifest(killed / LAST).tensors
+        assert check_committed(killed) is None
+    assert len(temporary_folders(killed)) == name.startswith(("a temporary", "temporary"))
 
 
 def test_a_monitor_sees_rows_and_saves_of_its_own_attempt_only(tmp_path: Path):
@@ -271,7 +269,7 @@ def result_of(
 
 
 @pytest.fixture
-def end(trained_run: Finished) -> Fabricated:
+def end(trained_run: FinishedRun) -> Fabricated:
     """Trains to the end, from the beginning."""
 
     def trains(folder: Path) -> Outcome:
@@ -285,7 +283,7 @@ def end(trained_run: Finished) -> Fabricated:
     return trains
 
 
-def died(trained: Finished, steps: list[int], saving: int | None = None, failure: str = "") -> Fabricated:
+def died(trained: FinishedRun, steps: list[int], saving: int | None = None, failure: str = "") -> Fabricated:
     """Was killed after these rows, before any checkpoint was committed."""
 
     def dies(folder: Path) -> Outcome:
@@ -299,7 +297,7 @@ def died(trained: Finished, steps: list[int], saving: int | None = None, failure
 
 
 def test_a_run_that_ends_as_the_uninterrupted_one_holds(
-    trained_run: Finished, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained_run: FinishedRun, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     plan = plan_of(tmp_path, ["step", "start-up", "save"], paths=["torchrun", "accelerate"])
     killed = [died(trained_run, [1]), died(trained_run, []), died(trained_run, [1, 2], saving=2)]
@@ -320,7 +318,7 @@ def test_a_run_that_ends_as_the_uninterrupted_one_holds(
 
 
 def test_a_violation_ends_the_call_and_names_attempt_step_and_key(
-    trained_run: Finished, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained_run: FinishedRun, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     result, text = result_of(
         plan_of(tmp_path, ["step"] * 3), [end, died(trained_run, [1, 2, 4])], monkeypatch
@@ -332,7 +330,7 @@ def test_a_violation_ends_the_call_and_names_attempt_step_and_key(
 
 
 def test_a_process_that_outlives_its_kill_and_a_failed_reference_are_violations(
-    trained_run: Finished, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained_run: FinishedRun, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     lives = died(trained_run, [1], failure="process 7 was still there 60 s after the kill")
     result, text = result_of(plan_of(tmp_path / "a", ["step"]), [end, lives], monkeypatch)
@@ -349,7 +347,7 @@ def test_a_process_that_outlives_its_kill_and_a_failed_reference_are_violations(
 
 
 def test_less_than_asked_for_is_reported_as_not_shown(
-    trained_run: Finished, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained_run: FinishedRun, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     late = died(trained_run, [1])
     result, text = result_of(plan_of(tmp_path / "a", ["start-up"]), [end, late, end], monkeypatch)

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import pytest
 from support.fork_server import python_path
-from support.ladders import make_ladder
+from support.ladders import SMALL_BASE, make_ladder
 from support.launching import ROOT
 from support.presets import preset
 from support.run_folders import make_run
@@ -45,20 +45,12 @@ from llm_pretrain.launch import jobs
 from llm_pretrain.launch.jobs import Job, LaunchContext, Machine, processes_of
 from llm_pretrain.runs.rows import read_metrics
 
-BASE = """\
-run: {name: tiny}
-model: {hidden_size: 64, intermediate_size: 96, num_hidden_layers: 1, num_attention_heads: 8,
-        num_key_value_heads: 4}
-training: {sequence_length: 32, micro_batch_size: 8, global_batch_size: 8, precision: fp32}
-optimizer: {learning_rate: 0.008}
-schedule: {warmup_steps: 5}
-"""
 BUDGET = ("--budget", "4e9")
 
 
 def command(store: Path, folder: Path, *options: str) -> list[str]:
     base = folder.parent / "base.yaml"
-    base.write_text(BASE)
+    base.write_text(SMALL_BASE)
     script = str(ROOT / "tests" / "support" / "small_ladder.py")
     arguments = ["ladder", "--input", str(store), "--config", str(base), "--output", str(folder)]
     return [sys.executable, script, *arguments, *options]
@@ -190,43 +182,6 @@ def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Pa
     assert "measuring the speed of hidden size" in done.stdout
     assert read_ladder(folder).budget == "60s"
     assert not (folder / ".measuring").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--budget", "soon"), "--budget: expected a time such as 20m or 2h, or FLOPs such as 1e16"),
-        (BUDGET, "--input: expected a store of about 72,000 tokens"),
-        (
-            ("--budget", "1e7", "--training.global_batch_size", "1", "--training.micro_batch_size", "1"),
-            "--budget: expected at least",
-        ),
-        ((*BUDGET, "--training.max_steps", "9"), "training.max_steps: expected none, a ladder chooses it"),
-        (
-            (*BUDGET, "--schedule.decay_steps", "9"),
-            "schedule.decay_steps: expected none, a ladder",
-        ),
-        (
-            (*BUDGET, "--distributed.strategy", "fsdp"),
-            "distributed.strategy: expected none, a ladder",
-        ),
-        ((*BUDGET, "--model.init_from", "w"), "model.init_from: expected none"),
-        ((*BUDGET, "--model.hiden_size", "8"), "model.hiden_size: no such setting"),
-    ],
-)
-def test_wrong_options_are_one_line(
-    options: tuple[str, ...],
-    expected: str,
-    plain_store: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr("llm_pretrain.forecast.budget.MIN_TOKENS", 1)
-    assert main(command(plain_store, tmp_path / "ladder", *options)[2:]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert expected in lines[0]
 
 
 def test_no_size_continues_the_run_that_the_base_continued(

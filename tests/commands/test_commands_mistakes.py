@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.finished_runs import FinishedRun
+from support.ladders import SMALL_BASE
 from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
@@ -29,9 +30,12 @@ BEFORE = {
     "chat": "",
     "export": "",
     "inspect": "STORE",
+    "ladder": "--input STORE --config base.yaml --output new",
     "parity": "--config CONFIGS/tiny-dense.yaml --output new --data.sources '[{store: STORE}]'",
     "replay": "RUN --output new",
+    "report": "",
     "simulate": "--config tiny-moe --model.vocab_size 4096",
+    "top": "",
     "verify": "",
 }
 """Command -> its first words, which work."""
@@ -130,6 +134,24 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--samples -1", 2, "--samples: expected 0 or more, found -1"),
         ("--seed -1", 2, "--seed: expected 0 or more, found -1"),
     ],
+    "ladder": [
+        ("--budget soon", 2, "--budget: expected a time such as 20m or 2h, or FLOPs such as 1e16"),
+        ("--budget 4e9", 2, "--input: expected a store of about 72,000 tokens"),
+        (
+            "--budget 1e7 --training.global_batch_size 1 --training.micro_batch_size 1",
+            2,
+            "--budget: expected at least",
+        ),
+        *(
+            (f"--budget 4e9 --{name} {value}", 2, f"{name}: expected none, a ladder")
+            for name, value in (
+                *(("training.max_steps", 9), ("schedule.decay_steps", 9)),
+                ("distributed.strategy", "fsdp"),
+            )
+        ),
+        ("--budget 4e9 --model.init_from w", 2, "model.init_from: expected none"),
+        ("--budget 4e9 --model.hiden_size 8", 2, "model.hiden_size: no such setting"),
+    ],
     "parity": [
         ("--paths torchrun,slurm", 2, "--paths: expected some of torchrun, accelerate, t"),
         ("--paths trainer", 2, "--paths: expected torchrun or accelerate among them"),
@@ -175,6 +197,15 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--checkpoint.save_steps 2", 2, "--checkpoint.save_steps: expected none but"),
         ("--training.max_stepz 1", 2, "no such setting"),
     ],
+    "report": [
+        ("nowhere", 2, "nowhere: expected a run's folder, such as runs/NAME, found nothing there"),
+        ("empty", 2, "none of these"),
+        ("empty.txt", 2, "empty.txt: expected a run's folder, such as runs/NAME, found a file"),
+        ("RUN RUN", 2, "--output: expected a file"),
+        ("RUN --output empty", 73, "found a folder"),
+        ("RUN --output empty.txt/report.html", 73, "cannot be written"),
+        ("RUN --output /proc/report.html", 73, "/proc/report.html: cannot be"),
+    ],
     "simulate": [
         ("--gpu abacus", 2, "--gpu: expected one of a100, h100, h200, b200, 4090, found 'abacus'"),
         ("", 2, "--gpu: expected one of a100, h100, h200, b200, 4090, found none; or set --memory_gb"),
@@ -187,6 +218,13 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
             2,
             "training.attention_implementation: expected auto, varlen or sdpa for a simulation, found flex",
         ),
+    ],
+    "top": [
+        ("nowhere", 2, "nowhere: expected a run's folder"),
+        ("empty", 2, "empty: expected a run's folder"),
+        ("empty.txt", 2, "empty.txt: expected a run's folder"),
+        ("nowhere/run", 2, "nowhere/run: expected a run's folder"),
+        ("RUN --seconds nan", 2, "--seconds: expected a finite number, found nan"),
     ],
     "verify": [
         ("nowhere", 2, "nowhere: expected a run's folder"),
@@ -207,7 +245,8 @@ def place(
     shutil.copytree(finished_run("dense").folder / "weights" / "step-00000004", outside)
     (outside / "tokenizer.json").write_text((outside / "tokenizer.json").read_text() + " ")
     (tmp_path / "empty").mkdir()
-    for name, text in (("empty.txt", ""), ("open.yaml", "a: [1\n"), ("list.yaml", "- 1\n")):
+    files = {"empty.txt": "", "open.yaml": "a: [1\n", "list.yaml": "- 1\n", "base.yaml": SMALL_BASE}
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -231,6 +270,7 @@ def test_a_mistake_is_one_line_and_nothing_starts(
         raise AssertionError("something was launched")
 
     monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr("llm_pretrain.forecast.budget.MIN_TOKENS", 1)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"ab\xff")))
     monkeypatch.setattr(f"llm_pretrain.commands.{command}.this_machine", lambda: Machine(0, 2), raising=False)
     typed = f"{BEFORE[command]} {words}"

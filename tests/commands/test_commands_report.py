@@ -37,21 +37,10 @@ def test_report_writes_the_page_into_the_run(run: Path, capsys: pytest.CaptureFi
     assert "<title>run – training report</title>" in (run / "report.html").read_text()
 
 
-def test_report_of_several_runs_needs_an_output(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["report", str(run), str(run)]) == 2
-    assert capsys.readouterr().err.startswith("llm-pretrain report: error: --output: expected a file")
+def test_report_of_several_runs_is_one_page(run: Path, tmp_path: Path):
     page = tmp_path / "new" / "both.html"
     assert main(["report", str(run), str(run), "--output", str(page)]) == 0
     assert "<title>2 runs – training report</title>" in page.read_text()
-
-
-@pytest.mark.parametrize("command", ["report", "top"])
-def test_a_wrong_folder_is_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main([command, str(tmp_path / "missing")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "missing: expected a run's folder, such as runs/NAME, found nothing there" in line
 
 
 def test_damaged_metrics_are_named_by_line(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -59,11 +48,6 @@ def test_damaged_metrics_are_named_by_line(run: Path, capsys: pytest.CaptureFixt
     assert main(["report", str(run)]) == 74
     assert "metrics.jsonl:2: expected a JSON object" in capsys.readouterr().err
     assert not (run / "report.html").exists()
-
-
-def test_an_unwritable_output_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["report", str(run), "--output", "/proc/report.html"]) == 73
-    assert capsys.readouterr().err.startswith("llm-pretrain report: error: /proc/report.html: cannot be")
 
 
 def test_only_a_page_is_replaced(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -121,8 +105,6 @@ def test_a_file_that_has_no_end_is_not_read(
 def test_top_shows_a_frame_into_a_pipe(run: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["top", str(run), "--once"]) == 0
     assert "finished" in capsys.readouterr().out
-    assert main(["top", str(run), "--seconds", "nan"]) == 2
-    assert "--seconds: expected a finite number, found nan" in capsys.readouterr().err
 
 
 def test_a_run_writes_its_report_when_it_ends(plain_store: Path, tmp_path: Path):

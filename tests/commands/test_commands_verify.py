@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -268,83 +268,91 @@ DAMAGES: dict[str, tuple[Damage, set[str], str]] = {
 }  # fmt: skip
 
 
-def preempted(run: Path) -> None:
-    """The same run as one that was asked to stop after its twelfth step of many."""
-
-    def asked_to_stop(content: dict) -> None:
-        content.update(state="preempted", exit_code=75)
-
-    rewrite_json(run / "status.json", asked_to_stop)
+def state(name: str, exit_code: int | None, **more: Any) -> Damage:
+    """As a run that was asked to stop, is killed or trains leaves its status."""
+    return json_file("status.json", {"state": name, "exit_code": exit_code, **more})
 
 
-def test_the_rows_of_a_preempted_run_must_be_there_up_to_its_end(
-    run: Path, capsys: pytest.CaptureFixture[str]
-):
-    preempted(run)
-    assert results(verify(run, capsys)[1], "failed") == set()
+PREEMPTED = state("preempted", 75)
+
+
+def before_its_first_step(*written: str) -> Damage:
+    def stop(run: Path) -> None:
+        state("preempted", 75, step=0, checkpoint=None)(run)
+        for name in ("checkpoints", "weights"):
+            shutil.rmtree(run / name)
+        (run / "metrics.jsonl").write_text("")
+        for name in {"config.yaml", "attempts.jsonl", "metrics.jsonl"}.difference(written):
+            (run / name).unlink()
+
+    return stop
+
+
+def where_another_begins_it(run: Path) -> None:
+    """It has written its status alone, and its checkpoint is another run's."""
+    status = json.loads((run / "status.json").read_text())
+    shutil.move(run, run.with_name("other"))
+    run.mkdir()
+    status |= {"state": "preempted", "exit_code": 75, "checkpoint": str(run.with_name("other") / LAST)}
+    (run / "status.json").write_text(json.dumps(status))
+
+
+def without_its_last_rows(run: Path) -> None:
+    PREEMPTED(run)
     rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(rows[:9]))
     (run / "weights/best/best.json").unlink()
-    _, outcomes = verify(run, capsys)
-    assert "rows" in results(outcomes, "failed")
-    assert "none of step 9-12" in outcomes["rows"]["problems"][0]
 
 
-@pytest.mark.parametrize(
-    "written", [(), ("config.yaml",), ("config.yaml", "attempts.jsonl", "metrics.jsonl")]
-)
-def test_a_run_that_is_stopped_before_its_first_step_is_sound(
-    written: tuple[str, ...], run: Path, capsys: pytest.CaptureFixture[str]
+def without_rows(change: Damage) -> Damage:
+    return lambda run: (change(run), (run / "metrics.jsonl").unlink())
+
+
+def first_attempt(section: str, changes: dict[str, Any]) -> Damage:
+    """Other settings on record."""
+
+    def change(run: Path) -> None:
+        row = json.loads((run / "attempts.jsonl").read_text())
+        row["config"][section] |= changes
+        (run / "attempts.jsonl").write_text(json.dumps(row) + "\n")
+
+    return change
+
+
+GONE = "runs/gone/checkpoints/step-00000005"
+RECORDED_GONE = first_attempt("checkpoint", {"resume": GONE})
+STATES: dict[str, tuple[Damage, set[str]]] = {
+    "preempted after its twelfth step of many": (PREEMPTED, set()),
+    "preempted, and its last rows are missing": (without_its_last_rows, {"rows", "weights best"}),
+    "stopped before anything was written": (before_its_first_step(), set()),
+    "stopped before its first attempt": (before_its_first_step("config.yaml"), set()),
+    "stopped before its first step": (
+        before_its_first_step("config.yaml", "attempts.jsonl", "metrics.jsonl"), set()
+    ),
+    "stopped where another run's checkpoint begins it": (where_another_begins_it, set()),
+    "preempted, without rows": (without_rows(PREEMPTED), {"rows"}),
+    "running, without rows": (without_rows(state("running", None)), {"rows"}),
+    "failed, without rows": (without_rows(state("failed", 1)), {"rows"}),
+    "the checkpoint that it began from is gone": (
+        lambda run: (setting("resume: auto", f"resume: {GONE}")(run), RECORDED_GONE(run)), set()
+    ),
+    "an attempt's settings cannot be, and are not on record": (
+        first_attempt("logging", {"logging_steps": "often"}), set()
+    ),
+}  # fmt: skip
+"""State of a run -> what is done to it, and the checks that fail."""
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_run_in_any_state_is_sound_if_its_rows_are_there(
+    name: str, run: Path, capsys: pytest.CaptureFixture[str]
 ):
-    rewrite_json(run / "status.json", lambda content: content.update(step=0, checkpoint=None))
-    preempted(run)
-    for name in ("checkpoints", "weights"):
-        shutil.rmtree(run / name)
-    (run / "metrics.jsonl").write_text("")
-    for name in {"config.yaml", "attempts.jsonl", "metrics.jsonl"}.difference(written):
-        (run / name).unlink()
-    code, outcomes = verify(run, capsys)
-    assert (code, results(outcomes, "failed")) == (0, set())
-    assert {"status.json", "status"} <= results(outcomes, "ok")
-
-
-def test_a_run_that_is_stopped_where_another_run_s_checkpoint_begins_it_is_sound(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """It has written its status alone."""
-    run = tmp_path / "new"
-    run.mkdir()
-    status = json.loads((whole / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps(status | {"state": "preempted", "exit_code": 75}))
-    assert status["checkpoint"] == str(whole / LAST)
-    code, outcomes = verify(run, capsys)
-    assert (code, results(outcomes, "failed")) == (0, set())
-
-
-@pytest.mark.parametrize("state", ["preempted", "running", "failed"])
-def test_a_run_with_checkpoints_has_rows(state: str, run: Path, capsys: pytest.CaptureFixture[str]):
-    codes = {"preempted": 75, "running": None, "failed": 1}
-    rewrite_json(run / "status.json", lambda content: content.update(state=state, exit_code=codes[state]))
-    (run / "metrics.jsonl").unlink()
-    assert results(verify(run, capsys)[1], "failed") == {"rows"}
-
-
-def test_settings_of_another_place_are_no_mistake(run: Path, capsys: pytest.CaptureFixture[str]):
-    """The checkpoint that the run began from may be gone or out of sight, a package may be missing here."""
-    setting("resume: auto", "resume: runs/gone/checkpoints/step-00000005")(run)
-    row = json.loads((run / "attempts.jsonl").read_text())
-    row["config"]["checkpoint"]["resume"] = "runs/gone/checkpoints/step-00000005"
-    (run / "attempts.jsonl").write_text(json.dumps(row) + "\n")
+    change, failed = STATES[name]
+    change(run)
     _, outcomes = verify(run, capsys)
-    assert results(outcomes, "failed") == set()
-
-
-def test_an_attempts_settings_that_cannot_be_are_not_on_record(run: Path, capsys: pytest.CaptureFixture[str]):
-    row = json.loads((run / "attempts.jsonl").read_text())
-    row["config"]["logging"]["logging_steps"] = "often"
-    (run / "attempts.jsonl").write_text(json.dumps(row) + "\n")
-    _, outcomes = verify(run, capsys)
-    assert results(outcomes, "failed") == set()
+    assert results(outcomes, "failed") == failed
+    if name == "preempted, and its last rows are missing":
+        assert "none of step 9-12" in outcomes["rows"]["problems"][0]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -355,38 +363,6 @@ def test_a_damage_fails_its_checks_and_no_other(damage: str, run: Path, capsys: 
     assert results(outcomes, "failed") == expected
     assert code == 74
     assert any(said in problem for name in expected for problem in outcomes[name]["problems"])
-
-
-@pytest.mark.parametrize("contents", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_damaged_files_are_reported_without_a_traceback(
-    contents: int, run: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Each file in turn overwritten in its middle, emptied, replaced by another type of JSON, or cut in half.
-
-    The fast case takes one of the contents for each file, another one for the next.
-    """
-    generator = random.Random(0)
-    names = ("config.yaml", "metrics.jsonl", "attempts.jsonl", "status.json")
-    names += (f"{LAST}/manifest.json", "weights/best/best.json", "weights/best/model.safetensors")
-    files = [*(run / name for name in names), *(run / LAST).glob("*.safetensors")]
-    for number, file in enumerate(files):
-        before = file.read_bytes()
-        middle = len(before) // 2
-        noise = before[:middle] + generator.randbytes(16) + before[middle + 16 :]
-        strange = (
-            b'{"step": 1, "time": "x", "state": [], "eval/loss": {}, "train/tokens": {}}\n',
-            b"[1]\n",
-            b"",
-        )
-        choices = (noise, *strange) if len(before) < 50_000 else (before[:middle],)
-        for offset in range(min(contents, len(choices))):
-            damaged = choices[(number + offset) % len(choices)]
-            file.write_bytes(damaged)
-            code, outcomes = verify(run, capsys, "--samples", "2")
-            assert code == 74, (file, damaged[:40])
-            assert results(outcomes, "failed")
-        file.write_bytes(before)
-    assert verify(run, capsys)[0] == 0
 
 
 # --- runs of other kinds ------------------------------------------------------------------------------

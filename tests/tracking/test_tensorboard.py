@@ -88,43 +88,23 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path):
     assert found == {step: float(step) if step < 6 else 100.0 + step for step in range(9)}
 
 
-def test_without_purge_step_old_values_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_writer_that_fails_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """At once, where a file is in the folder's way, or later; rows go on."""
     from torch.utils.tensorboard import SummaryWriter
 
-    init = SummaryWriter.__init__
-
-    def without_purge(self, folder: str, *, purge_step: int, **options: Any) -> None:
-        init(self, folder, **options)
-
-    monkeypatch.setattr(SummaryWriter, "__init__", without_purge)
-    with pytest.raises(AssertionError):
-        test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_gives_one_warning(tmp_path: Path):
-    (tmp_path / "tensorboard").write_text("in the way")
-    warnings: list[str] = []
-    track(tmp_path, [training_row(1), training_row(2)], 0, warn=warnings.append)
-    assert len(warnings) == 1
-    assert warnings[0].startswith("TensorBoard is left out from here on: ")
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
-
-
-def test_a_writer_that_fails_later_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    warnings: list[str] = []
-    tracked = Trackers(config(), tmp_path, None, True, warn=warnings.append)
-
-    def add_scalar(self, *arguments, **options):
+    def add_scalar(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
-    from torch.utils.tensorboard import SummaryWriter
-
     monkeypatch.setattr(SummaryWriter, "add_scalar", add_scalar)
-    for step in (1, 2, 3):
-        tracked.log(training_row(step))
-    tracked.close(0)
-    assert len(warnings) == 1
-    assert "no space left" in warnings[0]
+    for name, said in (("early", "TensorBoard is left out from here on: "), ("late", "no space left")):
+        warnings: list[str] = []
+        (tmp_path / name).mkdir()
+        if name == "early":
+            (tmp_path / name / "tensorboard").write_text("in the way")
+        track(tmp_path / name, [training_row(1), training_row(2)], 0, warn=warnings.append)
+        (warning,) = warnings
+        assert said in warning
+        assert len(read_metrics(tmp_path / name / "metrics.jsonl")) == 2
 
 
 def test_without_the_package_the_configuration_is_refused(monkeypatch: pytest.MonkeyPatch):
