@@ -28,7 +28,7 @@ RESULTS = (ROOT / "docs" / "benchmarks.md").read_text()
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_each_name_runs_with_default_options_and_is_documented(name: str):
+def test_each_name_runs_with_default_options_and_is_documented(name):
     module = import_module(f"benchmarks.{name}")
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
@@ -46,21 +46,19 @@ def test_no_benchmark_is_left_out_of_the_list():
     assert runnable | {"gpu"} == set(BENCHMARKS)
 
 
-def test_an_unknown_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]):
+def test_an_unknown_name_is_a_usage_error(capsys):
     assert main(["speed"]) == 2
     assert "startup" in capsys.readouterr().err
 
 
-def test_without_namespaces_the_slow_link_is_skipped_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_without_namespaces_the_slow_link_is_skipped_with_one_line(monkeypatch, capsys):
     monkeypatch.setattr(slow_link, "why_not", lambda: "needs root on Linux: network namespaces")
     assert main(["slow_link"]) == 0
     (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("skipped")]
     assert line.startswith("skipped  slow_link: needs root on Linux: network namespaces; it makes two")
 
 
-def test_what_travels_is_predicted_from_the_sizes_of_collectives(plain_store: Path):
+def test_what_travels_is_predicted_from_the_sizes_of_collectives(plain_store):
     found = {way: slow_link.predicted_bytes(way, plain_store) for way in slow_link.WAYS}
     parameters = found["ddp"] / 1.5
     assert found["hsdp"] == pytest.approx(parameters)
@@ -69,7 +67,7 @@ def test_what_travels_is_predicted_from_the_sizes_of_collectives(plain_store: Pa
     assert trips["hsdp"] < trips["fsdp"]
 
 
-def test_each_published_layout_is_a_run_on_its_processes(plain_store: Path, tmp_path: Path):
+def test_each_published_layout_is_a_run_on_its_processes(plain_store, tmp_path):
     settings = ["--optimizer.learning_rate", "3e-3"]
     plan = layouts.plan_layouts(layouts.PUBLISHED, Machine(0, 2), plain_store, tmp_path, settings)
     assert plan.config.optimizer.learning_rate == 3e-3
@@ -90,15 +88,13 @@ def test_each_published_layout_is_a_run_on_its_processes(plain_store: Path, tmp_
         (0, ["--training.global_batch_size", "12"], ConfigError, "to divide .* 12, found .* = 8"),
     ],
 )
-def test_a_layout_that_cannot_be_is_named(
-    gpus: int, settings: list[str], error: type[Exception], said: str, plain_store: Path, tmp_path: Path
-):
+def test_a_layout_that_cannot_be_is_named(gpus, settings, error, said, plain_store, tmp_path):
     with pytest.raises(error, match=said):
         layouts.plan_layouts(layouts.PUBLISHED, Machine(gpus, 2), plain_store, tmp_path, settings)
 
 
 @pytest.mark.slow
-def test_an_interrupted_slow_link_leaves_nothing_behind(plain_store: Path):
+def test_an_interrupted_slow_link_leaves_nothing_behind(plain_store):
     """Ctrl-C amid training: no namespace, no device, no process."""
     if reason := slow_link.why_not():
         pytest.skip(reason)
@@ -144,21 +140,21 @@ def namespaces() -> list[str]:
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_quick_options_are_options_of_the_part(name: str):
+def test_quick_options_are_options_of_the_part(name):
     module = import_module(f"benchmarks.{name}")
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     parser.parse_args(quick_options(name))
 
 
-def test_quick_stands_for_the_same_after_a_name(monkeypatch: pytest.MonkeyPatch):
+def test_quick_stands_for_the_same_after_a_name(monkeypatch):
     ran: list[list[str]] = []
     monkeypatch.setattr(program, "_run", lambda name, options: ran.append([name, *options]) or 0)
     assert main(["loss_head", "--quick", "--pairs", "9"]) == 0
     assert ran == [["loss_head", *quick_options("loss_head"), "--pairs", "9"]]
 
 
-def test_a_part_that_fails_keeps_no_other_from_running(monkeypatch: pytest.MonkeyPatch):
+def test_a_part_that_fails_keeps_no_other_from_running(monkeypatch):
     started: list[str] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -185,7 +181,7 @@ def test_import_costs_are_summed_by_package():
 
 
 @pytest.mark.slow
-def test_the_parts_of_a_start_are_those_of_the_loop(plain_store: Path):
+def test_the_parts_of_a_start_are_those_of_the_loop(plain_store):
     """They are measured by names of the loop's own functions, which may move."""
     found = measured_parts("tiny-dense", plain_store, "--training.precision", "fp32")
     assert list(found["cpu"]) == [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +12,7 @@ from llm_pretrain.runs.rows import read_metrics
 
 
 @pytest.mark.slow
-def test_a_ladders_prediction_is_held_against_a_run_of_each_seed(
-    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_ladders_prediction_is_held_against_a_run_of_each_seed(plain_store, tmp_path, monkeypatch, capsys):
     for name, value in (("MIN_TOKENS", 1), ("MIN_STEPS", 10), ("MAX_EPOCHS", 1000.0)):
         monkeypatch.setattr(budget, name, value)
     monkeypatch.setattr(planning, "MAX_EPOCHS", 1000.0)

@@ -16,7 +16,7 @@ def test_of_seven_values_the_interval_is_their_extremes():
 
 
 @pytest.mark.parametrize(("count", "rank"), [(8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (30, 10), (100, 40)])
-def test_ranks_are_those_of_the_sign_test(count: int, rank: int):
+def test_ranks_are_those_of_the_sign_test(count, rank):
     # the table of the binomial distribution, e.g. Conover, Practical Nonparametric Statistics, A3
     values = [float(value) for value in range(1, count + 1)]
     found = Interval.of(values)
@@ -24,7 +24,7 @@ def test_ranks_are_those_of_the_sign_test(count: int, rank: int):
 
 
 @pytest.mark.parametrize("count", [7, 12, 20])
-def test_the_interval_holds_the_median_of_a_skewed_distribution(count: int):
+def test_the_interval_holds_the_median_of_a_skewed_distribution(count):
     drawn = random.Random(0)
     found = [Interval.of(drawn.expovariate(1.0) for _ in range(count)) for _ in range(2000)]
     share = sum(each.low <= math.log(2) <= each.high for each in found) / len(found)
@@ -62,7 +62,7 @@ def test_a_slow_spell_falls_on_both_sides_of_a_ratio():
     assert ratio([2 * each for each in times], times) == Interval(2.0, 2.0, 2.0, 10)
 
 
-def test_a_part_ends_with_rows_of_one_form(capsys: pytest.CaptureFixture[str]):
+def test_a_part_ends_with_rows_of_one_form(capsys):
     reporting.begin("some_part --pairs 7")
     assert not reporting.report("step", Interval(1.0, 0.9, 1.2, 9), at_most=1.1)
     assert reporting.report("speed", Interval(5.0, 4.0, 6.0, 9), unit="GB/s", digits=1, at_least=3)

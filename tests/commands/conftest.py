@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from support.finished_runs import FinishedRun
 
 
 @pytest.fixture(scope="session")
-def trained_run(finished_run: Callable[[str], FinishedRun]) -> FinishedRun:
+def trained_run(finished_run) -> FinishedRun:
     """A mixture of experts: four steps, saved and evaluated after steps 2 and 4."""
     return finished_run("mixture")

@@ -62,7 +62,7 @@ CHANGED: dict[str, tuple[dict[int, dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_changed_row_is_found(name: str):
+def test_a_changed_row_is_found(name):
     found, key = CHANGED[name]
     for steps in (None, 6):
         violation = first_difference(rows(6), found, steps=steps)
@@ -108,9 +108,7 @@ def write_rows(folder: Path, name: str, made: list[dict[str, Any]]) -> None:
         (4, [6], "began at step 6, expected 5"),
     ],
 )
-def test_an_attempt_begins_after_the_newest_checkpoint_and_skips_no_step(
-    start: int | None, steps: list[int], text: str | None, tmp_path: Path
-):
+def test_an_attempt_begins_after_the_newest_checkpoint_and_skips_no_step(start, steps, text, tmp_path):
     """Also where a start from zero repeats the right rows."""
     folder = tmp_path / "run"
     write_rows(folder, "metrics", [training_row(step) for step in range(1, 6)])
@@ -127,7 +125,7 @@ def test_an_attempt_begins_after_the_newest_checkpoint_and_skips_no_step(
         assert violation.text.startswith(text)
 
 
-def test_a_postponed_evaluation_is_not_a_step(tmp_path: Path):
+def test_a_postponed_evaluation_is_not_a_step(tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
     made = [{"step": 4, "time": 1.0, "eval/loss": 2.0}, training_row(5)]
@@ -137,7 +135,7 @@ def test_a_postponed_evaluation_is_not_a_step(tmp_path: Path):
 
 
 @pytest.fixture
-def killed(trained_run: FinishedRun, tmp_path: Path) -> Path:
+def killed(trained_run, tmp_path) -> Path:
     """A copy of the trained run, under an id and a launcher of its own."""
     folder = Path(shutil.copytree(trained_run.folder, tmp_path / "killed", symlinks=True))
     for path in (folder / "checkpoints").iterdir():
@@ -147,7 +145,7 @@ def killed(trained_run: FinishedRun, tmp_path: Path) -> Path:
     return folder
 
 
-def test_equal_ends_are_equal(trained_run: FinishedRun, killed: Path):
+def test_equal_ends_are_equal(trained_run, killed):
     assert check_end(trained_run.folder, killed, 4) is None
     assert check_committed(killed) is None
 
@@ -211,7 +209,7 @@ DAMAGES: dict[str, tuple[Damage, bool, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damage_is_named(name: str, trained_run: FinishedRun, killed: Path):
+def test_a_damage_is_named(name, trained_run, killed):
     damage, compared, text = DAMAGES[name]
     damage(killed)
     violation = check_end(trained_run.folder, killed, 4) if compared else check_committed(killed)
@@ -223,7 +221,7 @@ def test_a_damage_is_named(name: str, trained_run: FinishedRun, killed: Path):
     assert len(temporary_folders(killed)) == name.startswith(("a temporary", "temporary"))
 
 
-def test_a_monitor_sees_rows_and_saves_of_its_own_attempt_only(tmp_path: Path):
+def test_a_monitor_sees_rows_and_saves_of_its_own_attempt_only(tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoints" / ".step-00000004.tmp-aa").mkdir(parents=True)
     write_rows(folder, "metrics", [training_row(step) for step in (1, 2)])
@@ -269,7 +267,7 @@ def result_of(
 
 
 @pytest.fixture
-def end(trained_run: FinishedRun) -> Fabricated:
+def end(trained_run) -> Fabricated:
     """Trains to the end, from the beginning."""
 
     def trains(folder: Path) -> Outcome:
@@ -296,9 +294,7 @@ def died(trained: FinishedRun, steps: list[int], saving: int | None = None, fail
     return dies
 
 
-def test_a_run_that_ends_as_the_uninterrupted_one_holds(
-    trained_run: FinishedRun, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_ends_as_the_uninterrupted_one_holds(trained_run, end, tmp_path, monkeypatch):
     plan = plan_of(tmp_path, ["step", "start-up", "save"], paths=["torchrun", "accelerate"])
     killed = [died(trained_run, [1]), died(trained_run, []), died(trained_run, [1, 2], saving=2)]
     result, text = result_of(plan, [end, *killed, end], monkeypatch)
@@ -317,9 +313,7 @@ def test_a_run_that_ends_as_the_uninterrupted_one_holds(
     ]
 
 
-def test_a_violation_ends_the_call_and_names_attempt_step_and_key(
-    trained_run: FinishedRun, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_violation_ends_the_call_and_names_attempt_step_and_key(trained_run, end, tmp_path, monkeypatch):
     result, text = result_of(
         plan_of(tmp_path, ["step"] * 3), [end, died(trained_run, [1, 2, 4])], monkeypatch
     )
@@ -330,7 +324,7 @@ def test_a_violation_ends_the_call_and_names_attempt_step_and_key(
 
 
 def test_a_process_that_outlives_its_kill_and_a_failed_reference_are_violations(
-    trained_run: FinishedRun, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained_run, end, tmp_path, monkeypatch
 ):
     lives = died(trained_run, [1], failure="process 7 was still there 60 s after the kill")
     result, text = result_of(plan_of(tmp_path / "a", ["step"]), [end, lives], monkeypatch)
@@ -346,9 +340,7 @@ def test_a_process_that_outlives_its_kill_and_a_failed_reference_are_violations(
     assert "the uninterrupted run: ended by itself with exit code 1" in text
 
 
-def test_less_than_asked_for_is_reported_as_not_shown(
-    trained_run: FinishedRun, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_less_than_asked_for_is_reported_as_not_shown(trained_run, end, tmp_path, monkeypatch):
     late = died(trained_run, [1])
     result, text = result_of(plan_of(tmp_path / "a", ["start-up"]), [end, late, end], monkeypatch)
     assert result.verdict == "not shown"
@@ -365,7 +357,7 @@ def plan_from(words: list[str], store: Path, folder: Path) -> ChaosPlan:
     return make_plan(parser.parse_args([*own, *words]), Machine(0, 2))
 
 
-def test_each_launcher_is_killed_once_at_each_place(plain_store: Path, tmp_path: Path):
+def test_each_launcher_is_killed_once_at_each_place(plain_store, tmp_path):
     plan = plan_from([], plain_store, tmp_path)
     paths = [plan.paths[number % len(plan.paths)] for number in range(len(plan.places))]
     assert paths == ["torchrun", "accelerate"] * 3, "each continues the other's run"
@@ -373,7 +365,7 @@ def test_each_launcher_is_killed_once_at_each_place(plain_store: Path, tmp_path:
     assert plan_from(["--paths", "accelerate"], plain_store, tmp_path).places == ["step", "start-up", "save"]
 
 
-def test_warm_up_saves_and_evaluations_are_fitted_into_a_short_run(plain_store: Path, tmp_path: Path):
+def test_warm_up_saves_and_evaluations_are_fitted_into_a_short_run(plain_store, tmp_path):
     def fitted(*words: str) -> tuple[int, int, int, int | None]:
         plan = plan_from(list(words), plain_store, tmp_path)
         evaluation = plan.config.evaluation

@@ -48,7 +48,7 @@ def weights(folder: Path, *, positions: int = 512) -> Path:
 
 
 @pytest.fixture
-def with_template(tmp_path: Path) -> Path:
+def with_template(tmp_path) -> Path:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("the quick brown fox and so on and on\n" * 40)
     train_tokenizer([str(corpus)], tmp_path / "tokenizer", 320)
@@ -56,7 +56,7 @@ def with_template(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path) -> Path:
     return weights(make_tokenizer(tmp_path / "base"))
 
 

@@ -27,7 +27,7 @@ def evaluate(capsys, *argv: str | Path) -> dict:
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> tuple[Path, list[str]]:
+def texts(tmp_path) -> tuple[Path, list[str]]:
     """A jsonl file of short and long documents, and their texts."""
     texts = [*make_texts(6, seed=3), " ".join(make_texts(8, seed=4))]
     return write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in texts]), texts

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.corpora import make_tokenizer
-from support.launching import Finished
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints.opening import open_model
@@ -201,9 +200,7 @@ def test_a_kind_of_output_is_not_replaced_by_another(run, tmp_path, capsys):
         assert "expected a f" in capsys.readouterr().err
 
 
-def test_a_checkpoint_is_exported_in_full_precision(
-    trained_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_checkpoint_is_exported_in_full_precision(trained_run, tmp_path, monkeypatch):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -38,9 +37,7 @@ def command_or_refusal(arguments: list[str], capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.fuzz
-def test_a_foreign_config_json_is_read_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_foreign_config_json_is_read_or_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     @given(content=damaged_json(HUGGINGFACE).map(dumped) | damaged_bytes(dumped(HUGGINGFACE)))
@@ -54,9 +51,7 @@ def test_a_foreign_config_json_is_read_or_refused(
 
 
 @pytest.mark.fuzz
-def test_a_launch_file_of_accelerate_is_looked_through_or_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_launch_file_of_accelerate_is_looked_through_or_refused(tmp_path, capsys):
     trees = [read_yaml(file.read_text()) for file in ACCELERATE]
     config = str(ROOT / "configs" / "tiny-dense.yaml")
     contents = st.sampled_from(trees).flatmap(damaged_json).map(dumped)
@@ -81,7 +76,7 @@ VARIABLES = [
 
 
 @pytest.mark.fuzz
-def test_what_accelerate_hands_over_agrees_or_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_what_accelerate_hands_over_agrees_or_is_refused(monkeypatch):
     texts = st.sampled_from(["", "no", "1", "true", "TRUE", "bf16", "auto", "3", "nan", "x y", "é", "1e400"])
 
     @given(variables=st.dictionaries(st.sampled_from(VARIABLES), texts, max_size=5))
@@ -101,9 +96,7 @@ def test_what_accelerate_hands_over_agrees_or_is_refused(monkeypatch: pytest.Mon
     check()
 
 
-def test_the_file_that_is_damaged_is_sound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_file_that_is_damaged_is_sound(tmp_path, monkeypatch, capsys):
     """Otherwise everything would be refused for one reason."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(HUGGINGFACE))

@@ -5,7 +5,6 @@ import io
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -215,7 +214,7 @@ def test_a_terminal_without_the_characters_gets_question_marks(trained_run, caps
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [".", "weights"])
-def test_generation_imports_no_compiler(source: str, plain_store: Path, tmp_path: Path):
+def test_generation_imports_no_compiler(source, plain_store, tmp_path):
     """Each of these takes one to two CPU seconds, of four in all."""
     train_tiny(plain_store, tmp_path / "run", "--training.max_steps", "1", "--schedule.warmup_steps", "0")
     arguments = ["generate", str(tmp_path / "run" / source), "--prompt", "a"]

@@ -62,7 +62,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def finished(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ladder, str]:
+def finished(plain_store, tmp_path_factory) -> tuple[Ladder, str]:
     """A ladder that nothing interrupted, and what it printed."""
     folder = tmp_path_factory.mktemp("finished") / "ladder"
     done = subprocess.run(
@@ -73,7 +73,7 @@ def finished(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 
 @pytest.mark.slow
-def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished: tuple[Ladder, str]):
+def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished):
     ladder, output = finished
     assert len(ladder.rungs) == 3
     assert [len(rung.steps) for rung in ladder.rungs] == [3, 2, 2]
@@ -93,7 +93,7 @@ def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished: tuple
 
 
 @pytest.mark.slow
-def test_a_branch_has_the_bits_of_a_run_from_the_start(finished: tuple[Ladder, str], tmp_path: Path):
+def test_a_branch_has_the_bits_of_a_run_from_the_start(finished, tmp_path):
     ladder, _ = finished
     decay = ladder_runs(ladder.rungs)[-2]
     config = run_config(ladder, decay)
@@ -110,9 +110,7 @@ def test_a_branch_has_the_bits_of_a_run_from_the_start(finished: tuple[Ladder, s
 
 
 @pytest.mark.slow
-def test_a_ladder_that_is_killed_and_stopped_ends_with_the_same_table(
-    finished: tuple[Ladder, str], plain_store: Path, tmp_path: Path
-):
+def test_a_ladder_that_is_killed_and_stopped_ends_with_the_same_table(finished, plain_store, tmp_path):
     whole, _ = finished
     folder = tmp_path / "ladder"
     for number, (ended, how) in enumerate([(1, signal.SIGKILL), (3, signal.SIGTERM), (4, signal.SIGKILL)]):
@@ -152,9 +150,7 @@ def ended_runs(log: Path) -> int:
 
 
 @pytest.mark.slow
-def test_another_ladder_in_the_folder_is_refused(
-    finished: tuple[Ladder, str], plain_store: Path, changed_store: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_another_ladder_in_the_folder_is_refused(finished, plain_store, changed_store, capsys):
     folder = finished[0].folder
     for store, options, expected in (
         (plain_store, ("--budget", "3e10"), "--budget: expected 4e9, as the ladder in"),
@@ -172,7 +168,7 @@ def test_another_ladder_in_the_folder_is_refused(
 
 
 @pytest.mark.slow
-def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Path):
+def test_a_time_is_measured_before_it_is_planned(plain_store, tmp_path):
     folder = tmp_path / "ladder"
     done = subprocess.run(
         command(plain_store, folder, "--budget", "60s"),
@@ -184,9 +180,7 @@ def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Pa
     assert not (folder / ".measuring").exists()
 
 
-def test_no_size_continues_the_run_that_the_base_continued(
-    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_size_continues_the_run_that_the_base_continued(plain_store, tmp_path, monkeypatch):
     bases = list[Config]()
 
     def new_ladder(_: object, __: Path, base: Config, *___: object) -> None:
@@ -200,7 +194,7 @@ def test_no_size_continues_the_run_that_the_base_continued(
     assert bases[0].checkpoint.resume == "auto"
 
 
-def test_a_ladder_of_which_two_sizes_are_left_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_ladder_of_which_two_sizes_are_left_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Runner, "run_all", lambda *_: None)
     ladder = make_ladder(tmp_path / "ladder", sizes=(32, 64, 96))
     (stable, *_), _, _ = (rung_runs(rung) for rung in ladder.rungs)
@@ -209,7 +203,7 @@ def test_a_ladder_of_which_two_sizes_are_left_is_refused(tmp_path: Path, monkeyp
         train(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf))
 
 
-def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path: Path):
+def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path):
     """All but sizes, which follow the base's, and the warm-up, which is at most the base's."""
     ladder = make_ladder(tmp_path / "ladder")
     base = dataclasses.replace(
@@ -230,7 +224,7 @@ def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path: P
 
 
 @pytest.mark.parametrize("cores", range(1, 17))
-def test_runs_side_by_side_use_the_cores_and_no_more(cores: int):
+def test_runs_side_by_side_use_the_cores_and_no_more(cores):
     machine = Machine(0, cores)
     threads = threads_of(machine)
     slots = slots_of(machine, threads)
@@ -238,7 +232,7 @@ def test_runs_side_by_side_use_the_cores_and_no_more(cores: int):
     assert cores - threads < slots * threads <= cores
 
 
-def test_a_comparison_takes_no_option_of_a_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_comparison_takes_no_option_of_a_ladder(tmp_path, capsys):
     folders = [str(make_ladder(tmp_path / name).folder) for name in ("a", "b")]
     for options in (["--budget", "1h"], ["--run.name", "x"]):
         assert main(["ladder", "--compare", *folders, *options]) == 2
@@ -253,9 +247,7 @@ def test_a_comparison_takes_no_option_of_a_ladder(tmp_path: Path, capsys: pytest
     assert printed[-1] == "ratios from 1.000 to 1.000, median 1.000; below 1 the second needs less"
 
 
-def test_a_folder_with_other_files_is_left_alone(
-    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_folder_with_other_files_is_left_alone(plain_store, tmp_path, capsys):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
@@ -264,7 +256,7 @@ def test_a_folder_with_other_files_is_left_alone(
     assert [each.name for each in folder.iterdir()] == ["notes.txt"]
 
 
-def test_what_a_killed_command_left_of_its_first_file_is_no_other_file(plain_store: Path, tmp_path: Path):
+def test_what_a_killed_command_left_of_its_first_file_is_no_other_file(plain_store, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / ".ladder.json.tmp-0a1b2c3d").write_text("{")
@@ -273,7 +265,7 @@ def test_what_a_killed_command_left_of_its_first_file_is_no_other_file(plain_sto
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def measured(monkeypatch) -> list[int]:
     """Hidden sizes whose speed is measured: 1e11 FLOP/s in two slots."""
     found = list[int]()
 
@@ -286,9 +278,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("seconds", "is_enough"), [(1.0, False), (600.0, False), (900.0, True), (3e8, True)])
-def test_a_time_is_refused_after_one_measurement(
-    plain_store: Path, tmp_path: Path, measured: list[int], seconds: float, is_enough: bool
-):
+def test_a_time_is_refused_after_one_measurement(plain_store, tmp_path, measured, seconds, is_enough):
     sizes = Sizes(with_store(preset("ladder"), plain_store))
     context = LaunchContext(ROOT, Machine(0, 2), math.inf)
     if is_enough:
@@ -303,9 +293,7 @@ def test_a_time_is_refused_after_one_measurement(
     assert measured == [64]
 
 
-def test_a_speed_far_from_the_guess_is_measured_again_once(
-    plain_store: Path, tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_speed_far_from_the_guess_is_measured_again_once(plain_store, tmp_path, measured, monkeypatch):
     monkeypatch.setitem(_ladder_runs.GUESSED_FLOPS, "core", 5e12)
     sizes = Sizes(with_store(preset("ladder"), plain_store))
     context = LaunchContext(ROOT, Machine(0, 2), math.inf)
@@ -335,9 +323,7 @@ class EndedJob:
         pass
 
 
-def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_decays_follow_their_stable_runs_and_none_a_diverged_one(tmp_path, monkeypatch):
     ladder = make_ladder(tmp_path / "ladder", sizes=(32, 64, 96))
     started, printed = list[str](), list[str]()
     runs = ladder_runs(ladder.rungs)
@@ -369,14 +355,12 @@ def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(75, 75), (1, 1), (0, 1), (-9, 71), (137, 71)])
-def test_a_run_that_is_killed_is_a_lost_process(tmp_path: Path, code: int, exit_code: int):
+def test_a_run_that_is_killed_is_a_lost_process(tmp_path, code, exit_code):
     job = EndedJob(job_of(tmp_path / "run", 1), 1, None)
     assert failure(job, "run", code).exit_code == exit_code  # type: ignore[arg-type]  # what is used of it
 
 
-def test_a_measurement_ends_the_processes_of_its_own_folder_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_measurement_ends_the_processes_of_its_own_folder_alone(tmp_path, monkeypatch):
     """Not of a ladder with the same name that was started elsewhere: its command has no relative folder."""
     folders = list[Path]()
     monkeypatch.setattr(_ladder_runs, "end_orphans", folders.extend)
@@ -388,9 +372,7 @@ def test_a_measurement_ends_the_processes_of_its_own_folder_alone(
 
 
 @pytest.mark.parametrize(("error", "is_kept"), [(KeyboardInterrupt, False), (PretrainError("failed"), True)])
-def test_a_measurement_leaves_its_logs_only_where_a_run_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | Exception, is_kept: bool
-):
+def test_a_measurement_leaves_its_logs_only_where_a_run_failed(tmp_path, monkeypatch, error, is_kept):
     def launch(*_: object) -> NoReturn:
         raise error
 

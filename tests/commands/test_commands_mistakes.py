@@ -7,13 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.finished_runs import FinishedRun
 from support.ladders import SMALL_BASE
 from support.launching import ROOT
 
@@ -237,9 +235,7 @@ CASES = [(command, *mistake) for command, mistakes in MISTAKES.items() for mista
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path, finished_run: Callable[[str], FinishedRun], monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def place(tmp_path, finished_run, monkeypatch) -> Path:
     """Where the command runs: weights of another tokenizer outside of a run, and files without sense."""
     outside = tmp_path / "outside"
     shutil.copytree(finished_run("dense").folder / "weights" / "step-00000004", outside)
@@ -256,15 +252,7 @@ def place(
     ("command", "words", "code", "expected"), CASES, ids=[f"{each[0]} {each[1]:.60}" for each in CASES]
 )
 def test_a_mistake_is_one_line_and_nothing_starts(
-    command: str,
-    words: str,
-    code: int,
-    expected: str,
-    place: Path,
-    plain_store: Path,
-    finished_run: Callable[[str], FinishedRun],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command, words, code, expected, place, plain_store, finished_run, monkeypatch, capsys
 ):
     def started(*_: Any, **__: Any) -> None:
         raise AssertionError("something was launched")

@@ -85,7 +85,7 @@ def test_equal_rows_are_identical_under_any_tolerance():
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if key != "train/aux_loss"])
-def test_one_changed_bit_differs_where_keys_are_exact(key: str):
+def test_one_changed_bit_differs_where_keys_are_exact(key):
     reference, other = rows(), rows()
     value = reference[4][key]
     other[4][key] = value[:-1] + "f" if isinstance(value, str) else value * (1 + 3e-16) + (value == 1000)
@@ -137,9 +137,7 @@ SKIPPED = {"loss": {2: None}, "grad_norm": {2: None}}
         (BOUNDED, {"sha256": {2: ...}}, {"sha256": {2: ...}}, "differs"),  # nothing is compared
     ],
 )
-def test_samples_are_always_compared_and_losses_by_their_bound(
-    made: Tolerance, reference: dict[str, Any], changes: dict[str, Any], verdict: str
-):
+def test_samples_are_always_compared_and_losses_by_their_bound(made, reference, changes, verdict):
     comparison = compare_rows(rows(**reference), rows(**changes), STEPS, made)
     assert comparison.verdict == verdict
     assert verdict != "not compared" or (comparison.note, comparison.largest["train/loss"] > 0.5) == (
@@ -149,7 +147,7 @@ def test_samples_are_always_compared_and_losses_by_their_bound(
 
 
 @pytest.mark.parametrize("made", [Tolerance(KEYS), BOUNDED])
-def test_a_missing_row_or_number_differs(made: Tolerance):
+def test_a_missing_row_or_number_differs(made):
     short = {step: row for step, row in rows().items() if step != STEPS}
     for left, right in ((short, rows()), (rows(), short), (rows(), {})):
         first = compare_rows(left, right, STEPS, made).first
@@ -253,7 +251,7 @@ def test_where_all_keys_are_exact_the_checkpoints_must_be_equal_too():
 
 
 @pytest.mark.parametrize("precision", LOSS_BOUND)
-def test_other_splits_have_bounds_by_precision(precision: str):
+def test_other_splits_have_bounds_by_precision(precision):
     one, two = (dataclasses.replace(variant, precision=precision) for variant in (ONE, TWO))
     made = tolerance_of(two, one, MOE, 20)
     assert made.exact == SAMPLES
@@ -288,7 +286,7 @@ COMPARED: dict[str, tuple[Variant, Variant, Config, str | float | None]] = {
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_what_is_compared_is_exact_or_has_a_bound_or_none(name: str):
+def test_what_is_compared_is_exact_or_has_a_bound_or_none(name):
     variant, reference, config, expected = COMPARED[name]
     made = tolerance_of(variant, reference, config, 20)
     assert made.exact == (KEYS if expected == "exact" else SAMPLES)
@@ -312,7 +310,7 @@ def test_what_is_compared_is_exact_or_has_a_bound_or_none(name: str):
         ("data/batch_sha256", 30, 2, "differs"),
     ],
 )
-def test_bounds_end_after_a_number_of_steps(key: str, step: int, times: float, verdict: str):
+def test_bounds_end_after_a_number_of_steps(key, step, times, verdict):
     steps = 30
     reference = {n: {**rows()[1], "data/batch_sha256": f"{n:064x}"} for n in range(1, steps + 1)}
     other = {n: dict(row) for n, row in reference.items()}
@@ -380,7 +378,7 @@ def compare_grid(
     return compare_variants(runs, config, STEPS)
 
 
-def test_a_variant_is_compared_with_its_split_on_another_path_or_with_the_first(tmp_path: Path):
+def test_a_variant_is_compared_with_its_split_on_another_path_or_with_the_first(tmp_path):
     """So the wrong path is the one that is reported."""
     variants, _ = variants_of(DENSE)
     wrong = {"accelerate-w2-a2-fp32": {"loss": {3: 9.0}}}
@@ -400,7 +398,7 @@ def test_a_variant_is_compared_with_its_split_on_another_path_or_with_the_first(
     assert text.splitlines()[1].split()[:7] == ["torchrun", "ddp", "1", "4", "4", "fp32", "reference"]
 
 
-def test_with_dropout_a_variant_is_compared_with_one_of_its_micro_batch_size(tmp_path: Path):
+def test_with_dropout_a_variant_is_compared_with_one_of_its_micro_batch_size(tmp_path):
     variants, _ = variants_of(DROPOUT, accumulations=[2, 4], paths=["torchrun"])
     assert [variant.micro_batch_size for variant in variants] == [8, 4, 4, 2]
     moved = {variant.name: {"loss": {2: 8.0}, "digest": {2: "a"}} for variant in variants[1:3]}
@@ -412,7 +410,7 @@ def test_with_dropout_a_variant_is_compared_with_one_of_its_micro_batch_size(tmp
     assert not is_violated(results, None)
 
 
-def test_a_failed_launch_is_a_violation_and_reports_its_first_difference(tmp_path: Path):
+def test_a_failed_launch_is_a_violation_and_reports_its_first_difference(tmp_path):
     variants, _ = variants_of(DENSE, world_sizes=[1])
     half = {step: row for step, row in rows(sha256={1: "a"}).items() if step <= 3}
     runs = [run_of(variants[0], tmp_path, rows()), run_of(variants[1], tmp_path, half, exit_code=1)]
@@ -426,7 +424,7 @@ def test_a_failed_launch_is_a_violation_and_reports_its_first_difference(tmp_pat
     assert str(runs[1].log) in text
 
 
-def test_where_the_first_variant_failed_the_next_is_the_reference(tmp_path: Path):
+def test_where_the_first_variant_failed_the_next_is_the_reference(tmp_path):
     variants, _ = variants_of(DENSE)
     runs = [run_of(variant, tmp_path, rows(), exit_code=int(variant == variants[0])) for variant in variants]
     results = compare_variants(runs, DENSE, STEPS)
@@ -435,7 +433,7 @@ def test_where_the_first_variant_failed_the_next_is_the_reference(tmp_path: Path
     assert results[2].against == variants[1]
 
 
-def test_a_run_without_rows_is_no_reference(tmp_path: Path):
+def test_a_run_without_rows_is_no_reference(tmp_path):
     """A script that does nothing and exits with 0 must not pass."""
     variants, _ = variants_of(DENSE, world_sizes=[1])
     results = compare_variants([run_of(variant, tmp_path, {}) for variant in variants], DENSE, STEPS)
@@ -444,7 +442,7 @@ def test_a_run_without_rows_is_no_reference(tmp_path: Path):
     assert alone.comparison.verdict == "not compared"
 
 
-def test_error_lines_are_the_cause_and_not_the_launchers_summary(tmp_path: Path):
+def test_error_lines_are_the_cause_and_not_the_launchers_summary(tmp_path):
     log = tmp_path / "log"
     log.write_text(
         "$ torchrun\n[rank0]: StopIteration\n[rank0]: RuntimeError: one\nerror: data.sources: no store\n"
@@ -471,14 +469,12 @@ def interrupted(folder: Path, made: dict[int, dict[str, Any]], *starts: tuple[in
     return compare_interrupted(reference, folder / "interrupted", attempts(*starts), DENSE, STEPS)
 
 
-def test_an_interrupted_run_at_one_world_size_is_identical(tmp_path: Path):
+def test_an_interrupted_run_at_one_world_size_is_identical(tmp_path):
     assert interrupted(tmp_path, rows(), (1, 0, 1), (1, 2, 3)).verdict == "identical"
 
 
 @pytest.mark.parametrize(("step", "verdict"), [(3, "differs"), (4, "within bound"), (5, "within bound")])
-def test_an_interrupted_run_has_bounds_from_the_first_other_world_size_on(
-    tmp_path: Path, step: int, verdict: str
-):
+def test_an_interrupted_run_has_bounds_from_the_first_other_world_size_on(tmp_path, step, verdict):
     """Also where it returns to the first world size later."""
     loss = rows()[step]["train/loss"]
     other = rows(loss={step: loss * (1 + 1e-7)}, digest={step: "a"})
@@ -487,7 +483,7 @@ def test_an_interrupted_run_has_bounds_from_the_first_other_world_size_on(
 
 
 @pytest.mark.parametrize("start", [1, 4])
-def test_an_attempt_that_does_not_begin_after_its_checkpoint_is_a_violation(tmp_path: Path, start: int):
+def test_an_attempt_that_does_not_begin_after_its_checkpoint_is_a_violation(tmp_path, start):
     """Also where it silently starts from zero and repeats the right rows."""
     reference = run_of(ONE, tmp_path, rows())
     make_run(tmp_path / "interrupted", rows().values())
@@ -501,7 +497,7 @@ def test_an_attempt_that_does_not_begin_after_its_checkpoint_is_a_violation(tmp_
     assert "expected 3 after the checkpoint of step 2" in render([], shown)
 
 
-def test_two_folders_are_compared_by_the_rows_that_they_have(tmp_path: Path):
+def test_two_folders_are_compared_by_the_rows_that_they_have(tmp_path):
     """As from a notebook: without a plan, with a row every other step."""
     sparse = {step: row for step, row in rows().items() if step % 2 == 0}
     make_run(tmp_path / "left", [*sparse.values(), {"step": 5, "time": 1.0, "eval/loss": 2.0}])
@@ -520,7 +516,7 @@ def test_two_folders_are_compared_by_the_rows_that_they_have(tmp_path: Path):
     assert compare_runs(tmp_path / "none", tmp_path / "none").violated, "nothing is compared"
 
 
-def test_parity_json_has_every_verdict(tmp_path: Path):
+def test_parity_json_has_every_verdict(tmp_path):
     variants, _ = variants_of(DENSE, world_sizes=[1])
     results = compare_grid(tmp_path, DENSE, variants, **{variants[1].name: {"loss": {2: 5.0}}})
     results[0].comparison.largest["train/loss"] = float("inf")

@@ -28,9 +28,7 @@ from llm_pretrain.launch.jobs import Machine
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 
 
-def test_the_trainer_path_s_script_may_be_missing(
-    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_trainer_path_s_script_may_be_missing(plain_store, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(_options, "PACKAGE_ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     for name in ("train_pretrain.py", "train_pretrain_accelerate.py"):
@@ -44,7 +42,7 @@ def test_the_trainer_path_s_script_may_be_missing(
     )
 
 
-def test_a_rollback_is_compared_as_a_skip(plain_store: Path, tmp_path: Path):
+def test_a_rollback_is_compared_as_a_skip(plain_store, tmp_path):
     """The compared runs save nothing, so that there is no checkpoint to go back to."""
     parser = argparse.ArgumentParser()
     parity.add_arguments(parser)
@@ -69,7 +67,7 @@ SIZES: dict[str, tuple[str, int, int | None, int]] = {
 
 
 @pytest.mark.parametrize("mesh", SIZES)
-def test_a_mesh_replaces_every_configured_size(mesh: str):
+def test_a_mesh_replaces_every_configured_size(mesh):
     other = DistributedConfig(strategy="fsdp", dp_replicate_size=8, dp_shard_size=8, ep_size=8, cpu_threads=1)
     found = distributed_of(mesh, 4, other)
     sizes = found.strategy, found.dp_replicate_size, found.dp_shard_size, found.ep_size
@@ -87,7 +85,7 @@ def plan_of(store: Path, *words: str) -> ParityPlan:
     return make_plan(arguments, Machine(0, 2))
 
 
-def test_every_world_size_has_the_meshes_that_it_permits(plain_store: Path):
+def test_every_world_size_has_the_meshes_that_it_permits(plain_store):
     names = "ddp,fsdp,hsdp,ep,ep+fsdp,ep+hsdp,2x2"
     plan = plan_of(
         plain_store, "--mesh", names, "--world-size", "1,2,3,4", "--training.micro_batch_size", "2"
@@ -109,7 +107,7 @@ def test_every_world_size_has_the_meshes_that_it_permits(plain_store: Path):
     assert "2x2 W=1 is left out: expected 4 processes" in plan.notes
 
 
-def test_a_mesh_s_sizes_reach_the_scripts_and_are_those_of_its_world_size(plain_store: Path):
+def test_a_mesh_s_sizes_reach_the_scripts_and_are_those_of_its_world_size(plain_store):
     plan = plan_of(plain_store, "--mesh", "ep", "--world-size", "2,4", "--training.micro_batch_size", "2")
     for variant in plan.variants:
         options = plan.options_of(variant)
@@ -122,7 +120,7 @@ def test_a_mesh_s_sizes_reach_the_scripts_and_are_those_of_its_world_size(plain_
         )
 
 
-def test_configured_sizes_are_a_mesh_too(plain_store: Path):
+def test_configured_sizes_are_a_mesh_too(plain_store):
     sizes = ["--distributed.strategy", "fsdp", "--distributed.dp_replicate_size", "2"]
     plan = plan_of(plain_store, *sizes, "--world-size", "2,4", "--training.micro_batch_size", "2")
     assert [(each.mesh, each.world_size) for each in plan.variants] == [(CONFIGURED, 4)] * 2

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.launching import Finished
 from torch import Tensor
 
 from llm_pretrain.audit.ties import Moves, Routing, compare_routing, find_ties, global_batch, loads, route
@@ -57,7 +56,7 @@ def test_what_follows_from_an_earlier_layers_choice_is_no_choice_of_its_own():
 
 
 @pytest.fixture(scope="module")
-def trained(trained_run: Finished) -> tuple[Decoder, Config]:
+def trained(trained_run) -> tuple[Decoder, Config]:
     opened = open_model(trained_run.folder / "checkpoints" / "step-00000002")
     assert opened.run is not None
     return opened.model, opened.run
@@ -85,9 +84,7 @@ def row_of(model: Decoder, config: Config, variant: Variant, step: int) -> dict[
 
 
 @pytest.mark.parametrize("micro_batch_size", [4, 8])
-def test_a_pass_chooses_as_the_run_did(
-    trained_run: Finished, trained: tuple[Decoder, Config], micro_batch_size: int
-):
+def test_a_pass_chooses_as_the_run_did(trained_run, trained, micro_batch_size):
     """Of the step after its checkpoint, and of no other."""
     model, config = trained
     variant, row = variant_of(config, "fp32", micro_batch_size), rows_of(trained_run.folder)[3]
@@ -98,9 +95,7 @@ def test_a_pass_chooses_as_the_run_did(
 @pytest.mark.parametrize(("precision", "amount", "ties"), [
     ("bf16", 5e-3, True), ("bf16", 1e-1, False), ("fp32", 5e-3, False), ("fp32", 0.0, False),
 ])  # fmt: skip
-def test_ties_are_choices_between_scores_that_a_precision_cannot_tell_apart(
-    trained: tuple[Decoder, Config], precision: str, amount: float, ties: bool
-):
+def test_ties_are_choices_between_scores_that_a_precision_cannot_tell_apart(trained, precision, amount, ties):
     model, config = trained
     variant, models = variant_of(config, precision), [model, shifted(model, amount)]
     rows = [row_of(each, config, variant, 3) for each in models]
@@ -110,7 +105,7 @@ def test_ties_are_choices_between_scores_that_a_precision_cannot_tell_apart(
     assert bool(found) == ties
 
 
-def test_choices_that_the_parameters_do_not_explain_are_no_ties(trained: tuple[Decoder, Config]):
+def test_choices_that_the_parameters_do_not_explain_are_no_ties(trained):
     """The fault is in the run's own forward pass, which a pass elsewhere does not repeat."""
     model, config = trained
     variant, models = variant_of(config, "bf16"), [model, shifted(model, 5e-3)]

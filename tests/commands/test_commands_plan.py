@@ -34,7 +34,7 @@ from llm_pretrain.runs.rows import read_metrics
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A ladder on a store that exists, in one folder with the store."""
     root = tmp_path_factory.mktemp("plan")
     store = make_store(root / "store", documents=400)
@@ -52,7 +52,7 @@ def plan(folder: Path, *options: str) -> int:
 
 
 @pytest.fixture(autouse=True)
-def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_samples(monkeypatch) -> None:
     """Of laws; a plan has hundreds, which take seconds."""
     monkeypatch.setattr(planning, "fit_law", quick_fit)
 
@@ -66,7 +66,7 @@ def _quick_fit(points: tuple[Point, ...]) -> Fit:
     return fit_law(list(points), samples=4)
 
 
-def test_flops_become_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_flops_become_a_configuration(folder, capsys):
     """Sizes of half and twice the parameters are shown beside the best."""
     assert plan(folder, "--flops", "3e14", "--world-size", "2") == 0
     text = capsys.readouterr().out
@@ -85,9 +85,7 @@ def test_flops_become_a_configuration(folder: Path, capsys: pytest.CaptureFixtur
         assert min(abs(count / counts[best] / ratio - 1) for count in counts) < 0.35
 
 
-def test_money_becomes_a_configuration_for_gpus(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_money_becomes_a_configuration_for_gpus(folder, capsys, monkeypatch):
     """A GPU computes in bf16, whatever the ladder did, and its time pays for evaluations too."""
     monkeypatch.setitem(GPU_GB, "h100", 0.001)
     options = ["--cost", "0.1", "--gpu", "h100", "--world-size", "2", "--price", "2.5"]
@@ -101,7 +99,7 @@ def test_money_becomes_a_configuration_for_gpus(
     assert config.training.precision == "bf16"
 
 
-def test_nothing_is_measured_beside_another_command(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_nothing_is_measured_beside_another_command(folder, capsys):
     with FileLock(folder / "ladder" / ".lock"):
         assert plan(folder, "--time", "20m", "--world-size", "1") == 73
         (line,) = capsys.readouterr().err.splitlines()
@@ -109,15 +107,13 @@ def test_nothing_is_measured_beside_another_command(folder: Path, capsys: pytest
 
 
 @pytest.fixture
-def long_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_evaluations(monkeypatch) -> None:
     """As of a validation split of 3 M tokens."""
     monkeypatch.setattr("llm_pretrain.forecast.ladder_training.evaluated_tokens", lambda _: 3_000_000)
 
 
 @pytest.mark.usefixtures("long_evaluations")
-def test_a_time_here_is_that_of_measured_steps_and_of_evaluations(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_time_here_is_that_of_measured_steps_and_of_evaluations(folder, capsys, monkeypatch):
     measured = list[Config]()
 
     def measure_steps(configs: Sequence[Config], *_: object) -> list[tuple[float, float]]:
@@ -140,7 +136,7 @@ def flops_per_step(config: Config) -> float:
 
 
 @pytest.mark.usefixtures("long_evaluations")
-def test_a_budget_of_flops_does_not_pay_evaluations(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_budget_of_flops_does_not_pay_evaluations(folder, capsys):
     for options in (("--world-size", "1"), ("--gpu", "h100")):
         assert plan(folder, "--flops", "3e14", *options) == 0
         found = re.search(r"compute     (\S+) FLOPs", capsys.readouterr().out)
@@ -148,7 +144,7 @@ def test_a_budget_of_flops_does_not_pay_evaluations(folder: Path, capsys: pytest
         assert float(found[1]) == pytest.approx(3e14, rel=0.01)
 
 
-def test_an_unfinished_ladder_is_used_and_named(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_unfinished_ladder_is_used_and_named(folder, capsys):
     points = folder / "ladder" / "points.jsonl"
     whole = points.read_text()
     lines = whole.splitlines(keepends=True)
@@ -169,9 +165,7 @@ def test_an_unfinished_ladder_is_used_and_named(folder: Path, capsys: pytest.Cap
         points.write_text(whole)
 
 
-def test_a_run_that_needs_more_memory_than_there_is_is_warned_of(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_needs_more_memory_than_there_is_is_warned_of(folder, capsys, monkeypatch):
     memory = psutil.virtual_memory()._replace(total=10**6)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     assert plan(folder, "--flops", "3e14", "--world-size", "2") == 0
@@ -181,9 +175,7 @@ def test_a_run_that_needs_more_memory_than_there_is_is_warned_of(
 
 
 @pytest.mark.slow
-def test_the_configuration_runs_as_it_is(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_configuration_runs_as_it_is(folder, tmp_path, capsys, monkeypatch):
     """Measured by steps of the planned run on two processes, then trained by the script."""
     monkeypatch.setattr(budget, "MIN_TOKENS", 1)  # in less time than that of real runs
     monkeypatch.setattr(budget, "MIN_STEPS", 1)
@@ -202,9 +194,7 @@ def test_the_configuration_runs_as_it_is(
 
 
 @pytest.mark.parametrize(("file", "name"), [("my plan.yaml", "my-plan"), ("夜.yaml", "plan")])
-def test_a_run_has_the_files_name_as_far_as_it_can(
-    folder: Path, file: str, name: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_has_the_files_name_as_far_as_it_can(folder, file, name, capsys):
     """Written twice: a file of ours is replaced."""
     output = folder / "new folder" / file
     for flops in ("1e14", "3e14"):
@@ -213,7 +203,7 @@ def test_a_run_has_the_files_name_as_far_as_it_can(
     assert load_config(["--config", str(output)], world_size=1).run.name == name
 
 
-def test_a_file_of_another_is_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_file_of_another_is_not_replaced(folder, capsys):
     other = folder / "mine.yaml"
     other.write_text("run: {name: mine}\n")
     assert plan(folder, "--flops", "1e14", "--output", str(other)) == 73
@@ -249,7 +239,7 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_requests_take_one_line(folder: Path, name: str, capsys: pytest.CaptureFixture[str]):
+def test_wrong_requests_take_one_line(folder, name, capsys):
     options, message = WRONG[name]
     assert plan(folder, *options) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -257,9 +247,7 @@ def test_wrong_requests_take_one_line(folder: Path, name: str, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_ladder_of_another_store_is_refused(
-    folder: Path, is_there: bool, changed_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_ladder_of_another_store_is_refused(folder, is_there, changed_store, tmp_path, capsys):
     store = str(changed_store) if is_there else "gone"
     text = (folder / "ladder" / "ladder.json").read_text()
     (tmp_path / "ladder.json").write_text(text.replace(str(folder / "store"), store))
@@ -269,6 +257,6 @@ def test_a_ladder_of_another_store_is_refused(
     assert f"of the ladder in {tmp_path}, found {'' if is_there else 'none; run this where'}" in line
 
 
-def test_a_folder_without_a_ladder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_folder_without_a_ladder_is_named(tmp_path, capsys):
     assert plan(tmp_path, "--ladder", str(tmp_path), "--flops", "1e14") == 2
     assert "expected a ladder's folder, with ladder.json, found none" in capsys.readouterr().err

@@ -53,13 +53,13 @@ MOMENT = f"optimizer.state.{GATE}.exp_avg"
 
 
 @pytest.fixture(scope="module")
-def honest(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def honest(plain_store, tmp_path_factory) -> Path:
     """Twelve steps with checkpoints after 4, 8 and 12."""
     return train_tiny(plain_store, tmp_path_factory.mktemp("honest") / "run", *OPTIONS).folder
 
 
 @pytest.fixture
-def run(honest: Path, tmp_path: Path) -> Path:
+def run(honest, tmp_path) -> Path:
     return copy_of(honest, tmp_path / "run")
 
 
@@ -77,7 +77,7 @@ def spans_of(plan: ReplayPlan) -> list[tuple[int, int]]:
 # --- what is planned ----------------------------------------------------------------------------------
 
 
-def test_a_segments_steps_are_launched_as_they_were(run: Path):
+def test_a_segments_steps_are_launched_as_they_were(run):
     plan = plan_of(run)
     assert [each.source and each.source.name for each in plan.segments] == [
         None, "step-00000004", "step-00000008",
@@ -104,7 +104,7 @@ CUTS: dict[str, tuple[Callable[[Path], object], list[tuple[int, int]]]] = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_a_run_is_cut_at_its_kept_checkpoints(name: str, run: Path):
+def test_a_run_is_cut_at_its_kept_checkpoints(name, run):
     change, spans = CUTS[name]
     change(run)
     plan = plan_of(run)
@@ -112,7 +112,7 @@ def test_a_run_is_cut_at_its_kept_checkpoints(name: str, run: Path):
     assert (plan.segments[-1].target is None) == (name == "rows after the last checkpoint")
 
 
-def test_a_part_begins_at_the_checkpoint_before_it(run: Path):
+def test_a_part_begins_at_the_checkpoint_before_it(run):
     deleted(4)(run)
     plan = plan_of(run, "--from", "5", "--to", "10")
     assert spans_of(plan) == [(0, 8), (8, 10)]
@@ -120,7 +120,7 @@ def test_a_part_begins_at_the_checkpoint_before_it(run: Path):
     assert any("--from 5: from step 0" in note for note in plan.notes)
 
 
-def test_lost_work_is_left_out(run: Path):
+def test_lost_work_is_left_out(run):
     """The newest attempt began after step 8 and has written nothing: steps 9 to 12 are to be done again."""
     add_attempt(run, 8, metrics_bytes=(run / "metrics.jsonl").stat().st_size)
     status = json.loads((run / "status.json").read_text())
@@ -131,7 +131,7 @@ def test_lost_work_is_left_out(run: Path):
     assert max(plan_of(run).rows(plan_of(run).segments[1])) == 8
 
 
-def test_another_revision_of_the_code_is_noted(run: Path):
+def test_another_revision_of_the_code_is_noted(run):
     file = run / "attempts.jsonl"
     row = json.loads(file.read_text())
     assert not any("revision" in note for note in plan_of(run).notes)
@@ -141,7 +141,7 @@ def test_another_revision_of_the_code_is_noted(run: Path):
         assert any(named in note for note in plan_of(run).notes)
 
 
-def test_a_sample_is_drawn_from_its_seed(run: Path):
+def test_a_sample_is_drawn_from_its_seed(run):
     plans = [plan_of(run, "--sample", "2", "--seed", str(seed)) for seed in (*range(8), 0)]
     assert all(len(plan.segments) == 2 and plan.of == 3 for plan in plans)
     assert spans_of(plans[0]) == spans_of(plans[-1])
@@ -169,7 +169,7 @@ def add_attempt(run: Path, step: int, **changes: Any) -> None:
     )
 
 
-def test_each_step_is_launched_as_its_attempt_was(run: Path):
+def test_each_step_is_launched_as_its_attempt_was(run):
     add_attempt(run, 6, launcher="accelerate", world_size=2)
     legs = plan_of(run).segments[1].legs
     assert [(leg.first, leg.last, leg.path, leg.world_size) for leg in legs] == [
@@ -188,7 +188,7 @@ def test_an_attempt_that_did_steps_again_owns_them():
     assert [owner_of(step, attempts).number for step in (1, 4, 5, 9)] == [1, 1, 3, 3]  # type: ignore[arg-type]
 
 
-def test_a_run_of_another_machine_keeps_its_names(run: Path, plain_store: Path, tmp_path: Path):
+def test_a_run_of_another_machine_keeps_its_names(run, plain_store, tmp_path):
     """The label of a source is its folder's name, in every row of a mixture."""
     moved = copy_of(plain_store, tmp_path / "moved")
     source = (
@@ -197,7 +197,7 @@ def test_a_run_of_another_machine_keeps_its_names(run: Path, plain_store: Path, 
     assert (source.store, source.label) == (str(moved), plain_store.name)
 
 
-def test_a_beginning_that_is_not_there_is_not_replayed(run: Path):
+def test_a_beginning_that_is_not_there_is_not_replayed(run):
     file = run / "attempts.jsonl"
     row = json.loads(file.read_text())
     row["step"], row["config"]["checkpoint"]["resume"] = 2, "/gone/checkpoints/step-00000002"
@@ -210,7 +210,7 @@ def test_a_beginning_that_is_not_there_is_not_replayed(run: Path):
     assert plan_of(run, "--checkpoint.resume", elsewhere).segments[0].legs
 
 
-def test_another_folder_is_no_run(tmp_path: Path, run: Path):
+def test_another_folder_is_no_run(tmp_path, run):
     with pytest.raises(ConfigError, match="expected a run's folder"):
         plan_of(tmp_path)
     (run / "attempts.jsonl").write_text('{"step": 0}\n')
@@ -218,7 +218,7 @@ def test_another_folder_is_no_run(tmp_path: Path, run: Path):
         read_attempts(run)
 
 
-def test_a_rollback_needs_the_periodic_checkpoints(run: Path):
+def test_a_rollback_needs_the_periodic_checkpoints(run):
     segments = plan_of(run).segments
     assert [rollback_problem(each) for each in segments] == ["", "", ""]
     (run / "checkpoints" / "step-00000004").rename(run / "checkpoints" / "step-00000005")
@@ -238,7 +238,7 @@ def compare(run: Path, replayed: Path, number: int = 1, **environment: Any) -> S
     return compare_segment(segment, rows, plan.rows(segment), replayed, [then | environment])
 
 
-def test_a_run_is_identical_with_itself(run: Path, honest: Path):
+def test_a_run_is_identical_with_itself(run, honest):
     result = compare(run, honest)
     assert (result.verdict, result.rows, result.first, result.tensors) == ("identical", 4, None, [])
     assert result.compared
@@ -256,7 +256,7 @@ EXACT = ("data/batch_sha256", "train/learning_rate", "train/tokens")
     ("key", "device"),
     [*((key, None) for key in COLUMNS), *((key, "another processor") for key in EXACT)],
 )
-def test_anything_of_a_row_that_is_changed_is_found(key: str, device: str | None, run: Path, honest: Path):
+def test_anything_of_a_row_that_is_changed_is_found(key, device, run, honest):
     def change(row: dict[str, Any]) -> None:
         if row["step"] == 6:
             row[key] = row[key] + 1 if isinstance(row[key], float | int) else "other"
@@ -269,12 +269,12 @@ def test_anything_of_a_row_that_is_changed_is_found(key: str, device: str | None
     assert not result.tensors
 
 
-def test_times_are_not_compared(run: Path, honest: Path):
+def test_times_are_not_compared(run, honest):
     rewrite_rows(run, lambda row: row.update({"time": 0.0, "perf/step_seconds": 9.0}))
     assert compare(run, honest).verdict == "identical"
 
 
-def test_a_missing_row_is_found(run: Path, honest: Path):
+def test_a_missing_row_is_found(run, honest):
     file = run / "metrics.jsonl"
     rows = [line for line in file.read_text().splitlines(keepends=True) if json.loads(line)["step"] != 7]
     file.write_text("".join(rows))
@@ -284,7 +284,7 @@ def test_a_missing_row_is_found(run: Path, honest: Path):
 
 
 @pytest.mark.parametrize("name", [GATE, MOMENT])
-def test_an_element_that_is_changed_is_named_and_counted(name: str, run: Path, honest: Path):
+def test_an_element_that_is_changed_is_named_and_counted(name, run, honest):
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name].view(-1)[3] += 0.25
 
@@ -307,7 +307,7 @@ def test_the_sign_of_zero_and_a_nan_are_differences():
     assert nan == "1 of 2 elements, at most inf apart"
 
 
-def test_numbers_of_the_manifest_are_compared(run: Path, honest: Path):
+def test_numbers_of_the_manifest_are_compared(run, honest):
     folder = run / "checkpoints" / "step-00000008"
     manifest = read_manifest(folder)
     name = next(iter(manifest.scalars))
@@ -319,7 +319,7 @@ def test_numbers_of_the_manifest_are_compared(run: Path, honest: Path):
     assert [each.key for each in result.facts] == [f"scalars.{name}", "tokens_seen"]
 
 
-def test_an_evaluation_that_a_stop_signal_ended_is_not_missed(run: Path, honest: Path):
+def test_an_evaluation_that_a_stop_signal_ended_is_not_missed(run, honest):
     """The next attempt would write it; the checkpoint says so. Without that, it is missing."""
 
     def without_evaluation(row: dict[str, Any]) -> None:
@@ -335,7 +335,7 @@ def test_an_evaluation_that_a_stop_signal_ended_is_not_missed(run: Path, honest:
     assert compare(run, honest, number=2).verdict == "identical"
 
 
-def test_a_damaged_checkpoint_is_found(run: Path, honest: Path):
+def test_a_damaged_checkpoint_is_found(run, honest):
     (file,) = (run / "checkpoints" / "step-00000008").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     result = compare(run, honest)
@@ -350,9 +350,7 @@ def nearly(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("environment", [{}, {"device": "another processor"}])
-def test_a_checkpoint_deleted_meanwhile_is_not_compared(
-    environment: dict[str, Any], run: Path, honest: Path, tmp_path: Path
-):
+def test_a_checkpoint_deleted_meanwhile_is_not_compared(environment, run, honest, tmp_path):
     """Neither identical nor a difference, also where rows differ within their bound."""
     if environment:
         rewrite_rows(run, nearly)
@@ -366,7 +364,7 @@ def test_a_checkpoint_deleted_meanwhile_is_not_compared(
     assert "was deleted meanwhile" in result.note
 
 
-def test_a_source_deleted_meanwhile_is_not_replayed(run: Path, tmp_path: Path):
+def test_a_source_deleted_meanwhile_is_not_replayed(run, tmp_path):
     rewrite_rows(run, lambda row: row.update({"train/skipped": "rollback"}) if row["step"] == 6 else None)
     plan = plan_of(run, "--output", str(tmp_path / "out"))
     (run / "checkpoints" / "step-00000004").rename(tmp_path / "elsewhere")
@@ -375,7 +373,7 @@ def test_a_source_deleted_meanwhile_is_not_replayed(run: Path, tmp_path: Path):
     assert "was deleted meanwhile" in result.note
 
 
-def test_on_other_hardware_bounds_apply_and_samples_are_exact(run: Path, honest: Path):
+def test_on_other_hardware_bounds_apply_and_samples_are_exact(run, honest):
     other = {"device": "another processor"}
     assert compare(run, honest, **other).verdict == "identical"
     rewrite_rows(run, nearly)
@@ -391,14 +389,14 @@ def test_on_other_hardware_bounds_apply_and_samples_are_exact(run: Path, honest:
     assert (far.verdict, far.first.step, far.first.key) == ("differs", 7, "train/loss")
 
 
-def test_another_checkpoint_is_beyond_its_bound_on_other_hardware(run: Path, honest: Path):
+def test_another_checkpoint_is_beyond_its_bound_on_other_hardware(run, honest):
     rewrite_checkpoint(run, 8, lambda tensors: tensors[GATE].add_(1e-2))
     result = compare(run, honest, device="another processor")
     assert result.first is not None
     assert (result.verdict, result.first.key) == ("differs", "parameters")
 
 
-def test_why_bits_are_not_promised(run: Path):
+def test_why_bits_are_not_promised(run):
     leg = plan_of(run).segments[0].legs[0]
     same = dict(leg.attempt.environment)
     assert inexact_because(leg, same) == []
@@ -412,7 +410,7 @@ def test_why_bits_are_not_promised(run: Path):
     assert any("deterministic" in reason for reason in inexact_because(leg, on_gpu))
 
 
-def test_less_than_asked_for_is_no_success(run: Path):
+def test_less_than_asked_for_is_no_success(run):
     plan = plan_of(run)
     done = [SegmentResult("identical", segment=each) for each in plan.segments]
     assert verdict_of(plan, done) == "holds"
@@ -424,7 +422,7 @@ def test_less_than_asked_for_is_no_success(run: Path):
 
 
 def test_the_verdict_is_written_into_the_run_unless_it_cannot_be_or_is_not_to(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(
         replay, "replay_segment", lambda plan, each, context: SegmentResult("identical", segment=each)
@@ -444,9 +442,7 @@ def test_the_verdict_is_written_into_the_run_unless_it_cannot_be_or_is_not_to(
     assert f"note   {run}: " not in capsys.readouterr().out
 
 
-def test_a_run_that_finishes_after_a_replay_found_a_difference_says_so(
-    plain_store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_a_run_that_finishes_after_a_replay_found_a_difference_says_so(plain_store, tmp_path, capfd):
     segment = {"start": 0, "end": 1, "verdict": "differs", "first": {"step": 1, "name": "train/loss"}}
     folder = tmp_path / "run"
     folder.mkdir()
@@ -473,9 +469,7 @@ def found(result: dict[str, Any]) -> list[tuple[str, int | None, str | None]]:
     ]
 
 
-def test_a_changed_row_and_a_changed_checkpoint_are_told_apart(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_changed_row_and_a_changed_checkpoint_are_told_apart(run, tmp_path, capsys):
     """The checkpoint is found by the segment that ends in it and by the one that begins at it."""
     rewrite_rows(run, lambda row: row.update({"train/loss": 1.0}) if row["step"] == 3 else None)
     rewrite_checkpoint(run, 8, lambda tensors: tensors[GATE].mul_(1.5))
@@ -555,9 +549,7 @@ MISTAKES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
-def test_steps_that_were_trained_otherwise_are_found(
-    name: str, honest: Path, plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_steps_that_were_trained_otherwise_are_found(name, honest, plain_store, tmp_path, monkeypatch):
     """With the numbers in the files that an honest run would have: `verify` has nothing to object to."""
     mistake, step, key = MISTAKES[name]
     with monkeypatch.context() as patch:
@@ -586,7 +578,7 @@ def test_steps_that_were_trained_otherwise_are_found(
 
 
 @pytest.mark.slow
-def test_steps_that_were_never_done_are_found(run: Path, honest: Path, tmp_path: Path):
+def test_steps_that_were_never_done_are_found(run, honest, tmp_path):
     """Steps 5 to 8: the checkpoint of step 4 with another number, and rows as they would be."""
     from safetensors.torch import load_file
 
@@ -600,7 +592,7 @@ def test_steps_that_were_never_done_are_found(run: Path, honest: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_another_store_is_refused_and_named(run: Path, changed_store: Path, tmp_path: Path):
+def test_another_store_is_refused_and_named(run, changed_store, tmp_path):
     sources = ("--data.sources", f"[{{store: {changed_store}}}]")
     code, result = run_replay(run, tmp_path / "out", "--to", "8", *sources)
     assert code == 1
@@ -612,14 +604,14 @@ def test_another_store_is_refused_and_named(run: Path, changed_store: Path, tmp_
 
 
 @pytest.fixture(scope="module")
-def checked(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checked(plain_store, tmp_path_factory) -> Path:
     """Rows of steps 5 and 10; a fault at step 8 went away when the step was computed again."""
     with pytest.MonkeyPatch.context() as patch:
         gradient(8, 1)(patch, TorchrunEngine)
         return train_tiny(plain_store, tmp_path_factory.mktemp("checked") / "run", *CHECKED).folder
 
 
-def test_nothing_to_compare_is_not_identical(checked: Path, tmp_path: Path):
+def test_nothing_to_compare_is_not_identical(checked, tmp_path):
     """A step without row and checkpoint shows nothing; only it is trained, not the steps up to a row."""
     assert any("train/check" in row for row in rows_of(checked).values())
     code, result = run_replay(checked, tmp_path / "part", "--from", "8", "--to", "9", "--no-record")
@@ -632,7 +624,7 @@ def test_nothing_to_compare_is_not_identical(checked: Path, tmp_path: Path):
         plan_of(checked, "--output", str(checked / "again"))
 
 
-def test_a_prediction_changes_no_bit(finished_run: Callable[[str], FinishedRun], tmp_path: Path):
+def test_a_prediction_changes_no_bit(finished_run, tmp_path):
     plain = finished_run("mixture")
     options = (
         *plain.options,
@@ -648,9 +640,7 @@ def test_a_prediction_changes_no_bit(finished_run: Callable[[str], FinishedRun],
     assert found[4]["eval/predicted_high"] == pytest.approx(6 + 1)
 
 
-def test_a_run_with_a_fault_that_went_away_is_identical(
-    checked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_with_a_fault_that_went_away_is_identical(checked, tmp_path, capsys):
     """At a step off the logging interval: `verify` names it, and no row is another."""
     (fault,) = json.loads((checked / "status.json").read_text())["faults"]
     assert (fault["step"], fault["transient"]) == (8, True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,30 +26,30 @@ def options(store: Path, folder: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path) -> Path:
     return make_run(tmp_path / "run", [training_row(1), training_row(2)])
 
 
-def test_report_writes_the_page_into_the_run(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_report_writes_the_page_into_the_run(run, capsys):
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
     assert "<title>run – training report</title>" in (run / "report.html").read_text()
 
 
-def test_report_of_several_runs_is_one_page(run: Path, tmp_path: Path):
+def test_report_of_several_runs_is_one_page(run, tmp_path):
     page = tmp_path / "new" / "both.html"
     assert main(["report", str(run), str(run), "--output", str(page)]) == 0
     assert "<title>2 runs – training report</title>" in page.read_text()
 
 
-def test_damaged_metrics_are_named_by_line(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_damaged_metrics_are_named_by_line(run, capsys):
     (run / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     assert main(["report", str(run)]) == 74
     assert "metrics.jsonl:2: expected a JSON object" in capsys.readouterr().err
     assert not (run / "report.html").exists()
 
 
-def test_only_a_page_is_replaced(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_only_a_page_is_replaced(run, capsys):
     """Twice into the same file, an empty file; not a run's own files."""
     page = run / "page.html"
     for before in (None, None, ""):
@@ -84,9 +83,7 @@ def enormous(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "config.yaml", "attempts.jsonl"])
 @pytest.mark.parametrize("spoil", [fifo, endless, enormous])
-def test_a_file_that_has_no_end_is_not_read(
-    run: Path, name: str, spoil: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
-):
+def test_a_file_that_has_no_end_is_not_read(run, name, spoil, capsys):
     """Neither waited for nor read into memory: one line, or a remark in the frame."""
     spoil(run / name)
     tracemalloc.start()
@@ -102,12 +99,12 @@ def test_a_file_that_has_no_end_is_not_read(
     assert peak < 64 << 20
 
 
-def test_top_shows_a_frame_into_a_pipe(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_top_shows_a_frame_into_a_pipe(run, capsys):
     assert main(["top", str(run), "--once"]) == 0
     assert "finished" in capsys.readouterr().out
 
 
-def test_a_run_writes_its_report_when_it_ends(plain_store: Path, tmp_path: Path):
+def test_a_run_writes_its_report_when_it_ends(plain_store, tmp_path):
     folder = tmp_path / "run"
     assert train(*options(plain_store, folder)) == 0
     page = (folder / "report.html").read_text()
@@ -119,18 +116,14 @@ def test_a_run_writes_its_report_when_it_ends(plain_store: Path, tmp_path: Path)
     assert not (folder / "report.html").exists()
 
 
-def test_a_report_that_fails_is_a_warning(
-    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_report_that_fails_is_a_warning(plain_store, tmp_path, capsys):
     folder = tmp_path / "run"
     (folder / "report.html").mkdir(parents=True)
     assert train(*options(plain_store, folder)) == 0
     assert "warning: no report was written: " in capsys.readouterr().err
 
 
-def test_a_run_that_fails_is_reported_as_failed(
-    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_that_fails_is_reported_as_failed(plain_store, tmp_path, monkeypatch, capsys):
     save = CheckpointManager.save
 
     def full_disk(self, progress, *, last=False):

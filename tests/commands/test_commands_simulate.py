@@ -135,7 +135,7 @@ def test_a_step_waits_for_other_stages():
     ],
     ids=["experts divided", "replicas, checkpointed", "matrices divided", "stages"],
 )
-def test_steps_of_a_simulated_gpu(mesh: tuple[str, ...]):
+def test_steps_of_a_simulated_gpu(mesh):
     """Extrapolated from four layers and three, or of a stage from three and two, a step is that of all."""
     options = [*SMALL, "--model.num_hidden_layers", "6", "--training.global_batch_size", "128"]
     options += ["--distributed.strategy", "fsdp", *mesh, "--training.precision", "bf16"]

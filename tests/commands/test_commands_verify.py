@@ -40,7 +40,7 @@ def results(outcomes: dict[str, dict], result: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(masked_store, tmp_path_factory) -> Path:
     """Twelve steps, a row for each, saved after 5, 10 and 12; the first checkpoint is pruned."""
     folder = tmp_path_factory.mktemp("verify") / "run"
     every = ("--training.max_steps", "12", "--checkpoint.save_steps", "5", "--evaluation.eval_steps", "6")
@@ -49,12 +49,12 @@ def whole(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(whole: Path, tmp_path: Path) -> Path:
+def run(whole, tmp_path) -> Path:
     """A copy to damage."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
-def test_a_whole_run_passes_every_check(whole: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_whole_run_passes_every_check(whole, capsys):
     code, outcomes = verify(whole, capsys)
     assert code == 0
     assert results(outcomes, "ok") == set(outcomes)
@@ -344,9 +344,7 @@ STATES: dict[str, tuple[Damage, set[str]]] = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_run_in_any_state_is_sound_if_its_rows_are_there(
-    name: str, run: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_in_any_state_is_sound_if_its_rows_are_there(name, run, capsys):
     change, failed = STATES[name]
     change(run)
     _, outcomes = verify(run, capsys)
@@ -356,7 +354,7 @@ def test_a_run_in_any_state_is_sound_if_its_rows_are_there(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damage_fails_its_checks_and_no_other(damage: str, run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_damage_fails_its_checks_and_no_other(damage, run, capsys):
     put_in, expected, said = DAMAGES[damage]
     put_in(run)
     code, outcomes = verify(run, capsys)
@@ -368,9 +366,7 @@ def test_a_damage_fails_its_checks_and_no_other(damage: str, run: Path, capsys: 
 # --- runs of other kinds ------------------------------------------------------------------------------
 
 
-def test_a_killed_run_that_fell_back_and_changed_its_settings(
-    masked_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_killed_run_that_fell_back_and_changed_its_settings(masked_store, tmp_path, monkeypatch, capsys):
     """Rows every 3 steps, a step skipped between them, a kill, and on from the checkpoint of step 5.
 
     The rows that the first attempt wrote after that step are lost work, and not looked at.
@@ -422,9 +418,7 @@ def test_a_killed_run_that_fell_back_and_changed_its_settings(
         assert results(outcomes, "failed") == (set() if is_lost else {"samples"}), row["step"]
 
 
-def test_a_run_that_goes_on_while_it_is_read(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_that_goes_on_while_it_is_read(run, monkeypatch, capsys):
     rewrite_json(run / "status.json", lambda content: content.update(state="running", exit_code=None))
     look = checkpoint_checks.find_damage
 
@@ -440,9 +434,7 @@ def test_a_run_that_goes_on_while_it_is_read(
     assert "no sound checkpoint" in outcomes["weights step-00000010"]["reason"]
 
 
-def test_what_a_run_writes_after_its_rows_were_read(
-    whole: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_what_a_run_writes_after_its_rows_were_read(whole, run, monkeypatch, capsys):
     """Rows, a checkpoint, and weights of steps 11 and 12 appear between reading the rows and checking."""
     rows = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(row for row in rows if json.loads(row)["step"] <= 10))
@@ -462,9 +454,7 @@ def test_what_a_run_writes_after_its_rows_were_read(
     assert "bit for bit" in outcomes["weights step-00000012"]["looked_at"]
 
 
-def test_a_run_from_another_runs_checkpoint(
-    whole: Path, masked_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_from_another_runs_checkpoint(whole, masked_store, tmp_path, capsys):
     resume = ("--checkpoint.resume", str(whole / TENTH), "--training.max_steps", "16")
     folder = train_tiny(
         masked_store, tmp_path / "run", *SHORT, *resume, "--logging.logging_steps", "3"
@@ -475,7 +465,7 @@ def test_a_run_from_another_runs_checkpoint(
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mixture(tmp_path_factory) -> Path:
     """Two sources over several epochs of each, whose weights change at sample 1024."""
     place = tmp_path_factory.mktemp("mixture")
     stores = [make_store(place / name, documents=40, seed=k).path for k, name in enumerate(("a", "b"))]
@@ -488,9 +478,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).folder
 
 
-def test_a_mixture_whose_weights_change_has_epochs_of_each_source(
-    mixture: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_mixture_whose_weights_change_has_epochs_of_each_source(mixture, capsys):
     code, outcomes = verify(mixture, capsys)
     assert (code, results(outcomes, "failed")) == (0, set())
     said = outcomes["epochs"]["looked_at"]
@@ -520,21 +508,14 @@ def each_segment_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mistake", [the_same_sequence_again, each_segment_starts_anew])
-def test_an_order_that_repeats_samples_is_detected(
-    mixture: Path,
-    mistake: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_an_order_that_repeats_samples_is_detected(mixture, mistake, monkeypatch, capsys):
     mistake(monkeypatch)
     code, outcomes = verify(mixture, capsys)
     assert code == 74
     assert results(outcomes, "failed") == {"epochs", "samples"}
 
 
-def test_a_run_before_its_first_step(
-    masked_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_before_its_first_step(masked_store, tmp_path, monkeypatch, capsys):
     """What a run leaves that was stopped before it had trained: nothing to look at, nothing wrong."""
     monkeypatch.setattr(
         train_pretrain.TorchrunEngine, "train_step", lambda *_: (_ for _ in ()).throw(KeyError)

@@ -43,7 +43,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("name", "unique_tokens", "flops"), [(n, u, f) for n, u, budgets in CASES for f in budgets]
 )
-def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int, flops: float):
+def test_a_budget_is_used_and_its_bounds_are_kept(name, unique_tokens, flops):
     base = preset(name)
     sizes, rungs = Sizes(base), choose_rungs(Sizes(base), flops, unique_tokens)
     is_short_of_text = rungs[0].steps[-1] * base.training.tokens_per_step > 0.99 * MAX_EPOCHS * unique_tokens
@@ -68,9 +68,7 @@ def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int,
 @pytest.mark.parametrize(
     ("unique_tokens", "flops", "count"), [(3_500_000, 1.4e14, 3), (10**7, 7e14, 4), (5 * 10**7, 5e15, 5)]
 )
-def test_a_larger_budget_has_more_sizes_around_the_best_for_its_tokens(
-    unique_tokens: int, flops: float, count: int
-):
+def test_a_larger_budget_has_more_sizes_around_the_best_for_its_tokens(unique_tokens, flops, count):
     base = preset("ladder")
     rungs = choose_rungs(Sizes(base), flops, unique_tokens)
     assert len(rungs) == count
@@ -93,7 +91,7 @@ def test_branches_are_multiples_and_end_in_their_decays():
 @pytest.mark.parametrize(
     ("name", "unique_tokens"), [("ladder", 3_500_000), ("quickstart", 20_000_000), ("gpt2-124m", 10**9)]
 )
-def test_the_budget_that_is_named_works_and_is_nearly_the_least(name: str, unique_tokens: int):
+def test_the_budget_that_is_named_works_and_is_nearly_the_least(name, unique_tokens):
     sizes = Sizes(preset(name))
     with pytest.raises(ConfigError, match=r"--budget: expected at least .* for 3 sizes") as error:
         choose_rungs(sizes, 1e10, unique_tokens)
@@ -104,7 +102,7 @@ def test_the_budget_that_is_named_works_and_is_nearly_the_least(name: str, uniqu
 
 
 @pytest.mark.parametrize("unique_tokens", [2_343_750, 2_400_000, 3_500_000])
-def test_every_budget_from_the_least_on_has_a_ladder(unique_tokens: int):
+def test_every_budget_from_the_least_on_has_a_ladder(unique_tokens):
     """Also where the text is so short that few numbers of tokens are allowed, and widths come in steps."""
     sizes = Sizes(preset("ladder"))
     least = least_flops(sizes, unique_tokens)
@@ -115,7 +113,7 @@ def test_every_budget_from_the_least_on_has_a_ladder(unique_tokens: int):
         assert rungs[0].steps[-1] * sizes.base.training.tokens_per_step <= 1.01 * MAX_EPOCHS * unique_tokens
 
 
-def test_a_budget_that_is_huge_for_its_store_is_not_spent(monkeypatch: pytest.MonkeyPatch):
+def test_a_budget_that_is_huge_for_its_store_is_not_spent(monkeypatch):
     counted = list[int]()
     monkeypatch.setattr(
         family,
@@ -152,18 +150,18 @@ def test_a_store_too_small_is_named():
         ("1e16", (1e16, None)),
     ],
 )
-def test_budgets_are_times_or_flops(text: str, expected: tuple[float | None, float | None]):
+def test_budgets_are_times_or_flops(text, expected):
     assert read_budget(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "m", "0", "-1h", "20 m", "nan", "1e999", "5y", "1h5", "5 5m"])
-def test_what_is_no_budget_is_refused(text: str):
+def test_what_is_no_budget_is_refused(text):
     with pytest.raises(ConfigError, match="--budget: expected a time such as 20m or 2h, or FLOPs"):
         read_budget(text)
 
 
 @pytest.mark.parametrize("text", ["1e16", "0", "30"])
-def test_what_is_no_time_is_not_told_to_be_flops(text: str):
+def test_what_is_no_time_is_not_told_to_be_flops(text):
     with pytest.raises(ConfigError, match=f"^--time: expected a time such as 20m or 2h, found '{text}'$"):
         read_budget(text, "--time", only_time=True)
 

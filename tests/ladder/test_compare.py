@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from llm_pretrain.forecast.points import Ladder, Point
 
 
 @pytest.fixture
-def ladder(tmp_path: Path) -> Ladder:
+def ladder(tmp_path) -> Ladder:
     return make_ladder(tmp_path / "ladder")
 
 
@@ -28,19 +27,19 @@ def changed(ladder: Ladder, **factors: float) -> Ladder:
     return dataclasses.replace(ladder, points=points)
 
 
-def test_a_recipe_that_needs_a_quarter_less_is_measured_as_that(ladder: Ladder):
+def test_a_recipe_that_needs_a_quarter_less_is_measured_as_that(ladder):
     ratios = [row.ratio for row in compare_ladders(ladder, changed(ladder, flops=0.75))]
     assert len(ratios) >= 3
     assert ratios == pytest.approx([0.75] * len(ratios))
 
 
-def test_what_one_has_not_reached_has_no_ratio(ladder: Ladder):
+def test_what_one_has_not_reached_has_no_ratio(ladder):
     rows = compare_ladders(ladder, changed(ladder, loss=10))
     assert rows
     assert all(row.ratio is None for row in rows)
 
 
-def test_a_frontier_falls(tmp_path: Path):
+def test_a_frontier_falls(tmp_path):
     ladder = make_ladder(tmp_path / "ladder", noise=0.05)
     points: list[Point] = frontier(ladder.points)
     losses, flops = [point.loss for point in points], [point.flops for point in points]
@@ -65,7 +64,7 @@ OTHER: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_ladders_that_were_evaluated_otherwise_are_refused(ladder: Ladder, name: str):
+def test_ladders_that_were_evaluated_otherwise_are_refused(ladder, name):
     sections = {
         section: dataclasses.replace(getattr(ladder.base, section), **values)
         for section, values in OTHER[name].items()
@@ -75,12 +74,12 @@ def test_ladders_that_were_evaluated_otherwise_are_refused(ladder: Ladder, name:
         compare_ladders(ladder, other)
 
 
-def test_ladders_of_other_stores_are_refused(ladder: Ladder):
+def test_ladders_of_other_stores_are_refused(ladder):
     with pytest.raises(ConfigError, match="same store, whose losses compare"):
         compare_ladders(ladder, dataclasses.replace(ladder, store_hash="b" * 64))
 
 
-def test_as_many_sequences_in_other_batches_are_compared(ladder: Ladder):
+def test_as_many_sequences_in_other_batches_are_compared(ladder):
     def evaluated(batches: int, sequences: int) -> Ladder:
         evaluation = dataclasses.replace(ladder.base.evaluation, max_batches=batches)
         training = dataclasses.replace(ladder.base.training, global_batch_size=sequences)
@@ -92,7 +91,7 @@ def test_as_many_sequences_in_other_batches_are_compared(ladder: Ladder):
         compare_ladders(evaluated(4, 8), evaluated(4, 16))
 
 
-def test_a_ladder_that_is_better_from_its_cheapest_run_on_has_no_ratio(ladder: Ladder):
+def test_a_ladder_that_is_better_from_its_cheapest_run_on_has_no_ratio(ladder):
     rows = compare_ladders(ladder, changed(ladder, loss=0.1))
     assert rows
     assert all(row.ratio is None for row in rows)

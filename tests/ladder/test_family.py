@@ -17,7 +17,7 @@ BASES = [path.stem for path in sorted(PRESETS.glob("*.yaml")) if path.stem != "q
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_every_size_of_a_preset_is_a_valid_model(name: str):
+def test_every_size_of_a_preset_is_a_valid_model(name):
     base = preset(name)
     sizes = []
     for heads in (1, 2, 3, 5, 7, 12):
@@ -36,7 +36,7 @@ def test_every_size_of_a_preset_is_a_valid_model(name: str):
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_a_base_is_a_member_at_its_own_rates(name: str):
+def test_a_base_is_a_member_at_its_own_rates(name):
     base = preset(name)
     own = member(base, base.model.hidden_size)
     tuned_for = base.optimizer.base_hidden_size or base.model.hidden_size

@@ -38,20 +38,20 @@ def few_samples() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def short_plotly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def short_plotly(request, monkeypatch) -> None:
     """A page without the 5 MB of plotly's script, but for the browser."""
     if request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "/* plotly */")
 
 
 @pytest.fixture(scope="module")
-def ladder(tmp_path_factory: pytest.TempPathFactory) -> Ladder:
+def ladder(tmp_path_factory) -> Ladder:
     """Finished, with the losses of a law."""
     return make_ladder(tmp_path_factory.mktemp("finished") / "ladder")
 
 
 @pytest.fixture(scope="module")
-def finished(ladder: Ladder) -> Page:
+def finished(ladder) -> Page:
     """Its page."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("plotly.offline.get_plotlyjs", lambda: "/* plotly */")
@@ -79,7 +79,7 @@ def write_run(folder: Path, step: int, loss: float, state: str = "finished") -> 
     (folder / "status.json").write_text(json.dumps({"state": state, "step": step}))
 
 
-def test_the_page_shows_every_point_and_a_law_that_predicts_them(ladder: Ladder, finished: Page):
+def test_the_page_shows_every_point_and_a_law_that_predicts_them(ladder, finished):
     assert finished.sections == ["summary", "charts", "points"]
     assert finished.plots == {"losses", "sizes"}
     decayed = [point for point in ladder.points if point.decayed]
@@ -98,7 +98,7 @@ def test_the_page_shows_every_point_and_a_law_that_predicts_them(ladder: Ladder,
     assert f"{far} text is passed over 5.3 times" in finished.text
 
 
-def test_the_predicted_line_is_the_least_loss_over_the_whole_family(ladder: Ladder, finished: Page):
+def test_the_predicted_line_is_the_least_loss_over_the_whole_family(ladder, finished):
     (line,) = [trace for trace in traces(finished, "losses") if trace["kind"] == "dashed"]
     (band,) = [trace for trace in traces(finished, "losses") if trace["kind"] == "band"]
     largest = max(point.flops for point in ladder.points if point.decayed)
@@ -114,7 +114,7 @@ def test_the_predicted_line_is_the_least_loss_over_the_whole_family(ladder: Ladd
     )
 
 
-def test_each_compute_has_a_curve_over_sizes_and_its_mark_is_lowest(finished: Page):
+def test_each_compute_has_a_curve_over_sizes_and_its_mark_is_lowest(finished):
     curves = [trace for trace in traces(finished, "sizes") if trace["kind"] == "line"]
     marks = [trace for trace in traces(finished, "sizes") if trace["kind"] == "best"]
     assert len(curves) == len(marks) == 4
@@ -126,7 +126,7 @@ def test_each_compute_has_a_curve_over_sizes_and_its_mark_is_lowest(finished: Pa
     assert best == sorted(set(best)), "more compute is for more parameters"
 
 
-def test_the_summary_has_the_compute_used(tmp_path: Path):
+def test_the_summary_has_the_compute_used(tmp_path):
     ladder = make_begun(tmp_path / "ladder")
     stable, decay = ladder_runs(ladder.rungs)[:2]
     for run in (stable, decay):
@@ -135,7 +135,7 @@ def test_the_summary_has_the_compute_used(tmp_path: Path):
     assert f"FLOPs used {flops:.3g}".replace("e+", "e") in page_of(ladder).text
 
 
-def test_an_unfinished_ladder_says_what_is_missing(tmp_path: Path):
+def test_an_unfinished_ladder_says_what_is_missing(tmp_path):
     ladder = make_ladder(tmp_path / "ladder")
     some = [point for point in ladder.points if point.hidden_size in (32, 64)]
     write_points(ladder.folder, some[:-3])
@@ -153,7 +153,7 @@ def test_an_unfinished_ladder_says_what_is_missing(tmp_path: Path):
     assert "Hidden size 64" not in page.text
 
 
-def test_a_ladder_without_any_run_has_a_page(tmp_path: Path):
+def test_a_ladder_without_any_run_has_a_page(tmp_path):
     ladder = make_ladder(tmp_path / "ladder")
     (ladder.folder / "points.jsonl").unlink()
     page = page_of(ladder)
@@ -162,12 +162,12 @@ def test_a_ladder_without_any_run_has_a_page(tmp_path: Path):
     assert not (ladder.folder / RUNS_FOLDER).exists()
 
 
-def test_a_ladder_that_never_sees_the_best_size_is_warned_of(tmp_path: Path):
+def test_a_ladder_that_never_sees_the_best_size_is_warned_of(tmp_path):
     many = make_ladder(tmp_path / "many", sizes=(128, 160, 192), save_steps=500)
     assert "which is not above the ladder's smallest, 128" in page_of(many).text
 
 
-def test_a_mixture_counts_active_parameters_and_repeated_text(tmp_path: Path):
+def test_a_mixture_counts_active_parameters_and_repeated_text(tmp_path):
     ladder = make_ladder(tmp_path / "ladder", name="tiny-moe", unique_tokens=400_000)
     page = page_of(ladder)
     point = max((each for each in ladder.points if each.decayed), key=lambda each: each.tokens)
@@ -179,7 +179,7 @@ def test_a_mixture_counts_active_parameters_and_repeated_text(tmp_path: Path):
     assert f" {quantity(counted.active)} " in page.text
 
 
-def test_text_of_a_ladder_is_never_markup(tmp_path: Path):
+def test_text_of_a_ladder_is_never_markup(tmp_path):
     ladder = make_begun(tmp_path / NASTY)
     dataclasses.replace(ladder, budget=NASTY).write()
     path = write_ladder_report(ladder.folder)
@@ -187,7 +187,7 @@ def test_text_of_a_ladder_is_never_markup(tmp_path: Path):
     assert Page(path).text.count(NASTY) == 4  # title, heading, folder, budget
 
 
-def test_the_command_report_recognises_a_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_report_recognises_a_ladder(tmp_path, capsys):
     folder = make_begun(tmp_path / "ladder").folder
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
@@ -200,7 +200,7 @@ def test_the_command_report_recognises_a_ladder(tmp_path: Path, capsys: pytest.C
     assert "expected runs or one ladder alone, found a ladder beside others" in line
 
 
-def test_another_file_is_not_replaced(tmp_path: Path):
+def test_another_file_is_not_replaced(tmp_path):
     ladder = make_begun(tmp_path / "ladder")
     (ladder.folder / "report.html").write_text("<html>mine</html>")
     with pytest.raises(OutputError, match="found another file"):
@@ -209,7 +209,7 @@ def test_another_file_is_not_replaced(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory) -> Path:
     """A ladder of many sizes with noise and a long name."""
     chromium()
     sizes = (32, 48, 64, 80, 96, 128, 160, 192)
@@ -219,9 +219,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
-def test_a_ladders_page_is_drawn_without_errors_requests_or_overflow(
-    page: Path, tmp_path: Path, width: int, dark: bool
-):
+def test_a_ladders_page_is_drawn_without_errors_requests_or_overflow(page, tmp_path, width, dark):
     with opened(page, tmp_path / "profile", width=width, dark=dark) as (window, seen):
         plots = window.evaluate(PLOTS)
         assert len(plots) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from pathlib import Path
 
 import pytest
 from support.ladders import LAW, make_ladder
@@ -22,7 +21,7 @@ FLOPS = 3e14
 
 
 @pytest.fixture(scope="module")
-def forecast(tmp_path_factory: pytest.TempPathFactory) -> Forecast:
+def forecast(tmp_path_factory) -> Forecast:
     ladder = make_ladder(tmp_path_factory.mktemp("planning") / "ladder")
     return Forecast(ladder, samples=15)
 
@@ -31,7 +30,7 @@ def best(forecast: Forecast, flops: float, **limits: float):
     return best_of(forecast.choices(flops, **limits))
 
 
-def test_the_size_of_least_loss_is_chosen_and_the_budget_spent(forecast: Forecast):
+def test_the_size_of_least_loss_is_chosen_and_the_budget_spent(forecast):
     choices = forecast.choices(FLOPS)
     found = best(forecast, FLOPS)
     for choice in choices:
@@ -49,12 +48,12 @@ def test_the_size_of_least_loss_is_chosen_and_the_budget_spent(forecast: Forecas
     )
 
 
-def test_a_limit_makes_it_smaller(forecast: Forecast):
+def test_a_limit_makes_it_smaller(forecast):
     free = best(forecast, FLOPS).size.total_parameters
     assert best(forecast, FLOPS, max_parameters=free - 1).size.total_parameters < free
 
 
-def test_evaluations_are_paid_too(forecast: Forecast):
+def test_evaluations_are_paid_too(forecast):
     free, paid = forecast.choices(FLOPS), forecast.choices(FLOPS, evaluated=1e6)
     tokens = [choice.training.tokens for choice in free[: len(paid)]]
     assert [choice.training.tokens for choice in paid] == pytest.approx(
@@ -62,13 +61,13 @@ def test_evaluations_are_paid_too(forecast: Forecast):
     )
 
 
-def test_more_compute_makes_it_larger_and_better(forecast: Forecast):
+def test_more_compute_makes_it_larger_and_better(forecast):
     more = 10 * FLOPS
     assert best(forecast, more).size.total_parameters > best(forecast, FLOPS).size.total_parameters
     assert best(forecast, more).prediction.loss < best(forecast, FLOPS).prediction.loss
 
 
-def test_a_budget_for_nothing_is_refused(forecast: Forecast):
+def test_a_budget_for_nothing_is_refused(forecast):
     per_token = Sizes(forecast.ladder.base).size(3).flops_per_token
     paid, times = round(1e9 / per_token), f"{3_750_000 * per_token / 1e9:.3g}"
     message = f"for 3,750,000 tokens .*, found one for {paid:,}; raise it {re.escape(times)} times$"
@@ -80,12 +79,12 @@ def test_a_budget_for_nothing_is_refused(forecast: Forecast):
         forecast.choices(FLOPS, max_parameters=10)
 
 
-def test_a_run_has_no_more_steps_than_a_number_of_them(forecast: Forecast):
+def test_a_run_has_no_more_steps_than_a_number_of_them(forecast):
     for choice in forecast.choices(1e27, max_parameters=1e6):
         assert choice.steps == LARGEST_INTEGER
 
 
-def test_the_planned_run_is_the_choice(forecast: Forecast):
+def test_the_planned_run_is_the_choice(forecast):
     choice = best(forecast, FLOPS)
     config = forecast.config(choice, DistributedConfig(cpu_threads=1), 2, "night")
     base = forecast.ladder.base
@@ -102,7 +101,7 @@ def test_the_planned_run_is_the_choice(forecast: Forecast):
     assert config.schedule.decay_steps == round(choice.steps / 2)
 
 
-def test_the_predicted_curve_ends_at_the_prediction(forecast: Forecast):
+def test_the_predicted_curve_ends_at_the_prediction(forecast):
     choice = best(forecast, FLOPS)
     config = forecast.config(choice, DistributedConfig(), 2, "night")
     curve = forecast.curve(config)
@@ -115,11 +114,11 @@ def test_the_predicted_curve_ends_at_the_prediction(forecast: Forecast):
     assert all(each.low < each.loss < each.high for each in curve)
 
 
-def test_bits_per_byte_follow_the_loss(forecast: Forecast):
+def test_bits_per_byte_follow_the_loss(forecast):
     assert forecast.bits_per_byte(2.0) == pytest.approx(0.9)
 
 
-def test_what_may_not_hold_is_said(forecast: Forecast, tmp_path: Path):
+def test_what_may_not_hold_is_said(forecast, tmp_path):
     wide = Forecast(make_ladder(tmp_path / "wide", sizes=(48, 64, 96, 128)), samples=15)
     warnings = wide.warnings(best(wide, 1e13))
     assert any("not above the ladder's smallest" in line for line in warnings)
@@ -130,12 +129,12 @@ def test_what_may_not_hold_is_said(forecast: Forecast, tmp_path: Path):
     assert any("predictions are meant for up to 30 times" in line for line in warnings)
 
 
-def test_a_ladder_with_two_sizes_is_refused(tmp_path: Path):
+def test_a_ladder_with_two_sizes_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="expected at least 7 points of 3 sizes"):
         Forecast(make_ladder(tmp_path / "short", sizes=(32, 64))).choices(FLOPS)
 
 
-def test_without_stable_points_there_is_the_end_alone(forecast: Forecast):
+def test_without_stable_points_there_is_the_end_alone(forecast):
     ladder = forecast.ladder
     points = tuple(point for point in ladder.points if point.decayed)
     bare = Forecast(dataclasses.replace(ladder, points=points), samples=2)

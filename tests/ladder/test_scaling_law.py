@@ -65,7 +65,7 @@ def test_the_law_of_exact_points_is_found():
 
 
 @pytest.mark.parametrize("compute", [8, 30])
-def test_the_interval_contains_what_is_measured_later(compute: int):
+def test_the_interval_contains_what_is_measured_later(compute):
     """At many times the compute, in at least eight of ten ladders; a quick count of few."""
     assert contained(compute, seeds=range(5), samples=30, sizes=5) >= 4
 
@@ -73,7 +73,7 @@ def test_the_interval_contains_what_is_measured_later(compute: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [3, 5])
 @pytest.mark.parametrize("compute", [8, 30])
-def test_the_interval_of_many_ladders_contains_what_is_measured_later(compute: int, sizes: int):
+def test_the_interval_of_many_ladders_contains_what_is_measured_later(compute, sizes):
     assert contained(compute, seeds=range(40), samples=60, sizes=sizes) >= 32
 
 
@@ -124,7 +124,7 @@ def test_an_exponent_at_its_bound_is_named():
     assert line.endswith("to tell beta, which is at its bound 1")
 
 
-def test_an_error_of_the_cheapest_points_counts_less(monkeypatch: pytest.MonkeyPatch):
+def test_an_error_of_the_cheapest_points_counts_less(monkeypatch):
     exact, far = measured(0.0), point(4e6, 6e6)
     least = min(each.flops for each in exact)
     wrong = [
@@ -156,6 +156,6 @@ def test_what_the_law_cannot_follow_widens_its_interval():
 
 
 @pytest.mark.parametrize("left", [measured(0.0)[:6], measured(0.0)[:3] * 3])
-def test_too_few_points_or_sizes_are_refused(left: list[Point]):
+def test_too_few_points_or_sizes_are_refused(left):
     with pytest.raises(ConfigError, match="expected at least 7 points of 3 sizes"):
         fit_law(left)

@@ -102,7 +102,7 @@ CASES = {
 
 @pytest.mark.parametrize("torn", [False, True], ids=["whole", "torn"])
 @pytest.mark.parametrize("case", CASES)
-def test_verify_and_replay_read_the_same_history(tmp_path: Path, case: str, torn: bool):
+def test_verify_and_replay_read_the_same_history(tmp_path, case, torn):
     parts, expected = CASES[case]
     folder = tmp_path / "here"
     config = write_run(folder, parts, name="first", torn=torn)

@@ -165,19 +165,19 @@ def h100() -> Iterator[Simulator]:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_estimate_and_simulation_agree(name: str, h100: Simulator):
+def test_estimate_and_simulation_agree(name, h100):
     check(h100, options(CASES[name]), CASES[name][2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
-def test_further_estimates_and_simulations_agree(name: str, h100: Simulator):
+def test_further_estimates_and_simulations_agree(name, h100):
     check(h100, options(CASES[name]), CASES[name][2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_estimates_and_simulations_of_whole_presets_agree(name: str, h100: Simulator):
+def test_estimates_and_simulations_of_whole_presets_agree(name, h100):
     ranks, more = PRESETS[name]
     check(h100, ["--config", name, *words(more)], ranks)
 
@@ -191,9 +191,7 @@ def test_an_older_gpus_experts_agree():
 
 
 @pytest.mark.parametrize(("preset", "ranks", "settings", "gibibytes"), DOCUMENTED)
-def test_estimates_and_documented_peaks_agree(
-    preset: str, ranks: int, settings: dict[str, Any], gibibytes: float
-):
+def test_estimates_and_documented_peaks_agree(preset, ranks, settings, gibibytes):
     config = loaded(["--config", preset, *words(settings)], ranks)
     agrees(estimate_memory(config, ranks, on_gpu=True).peak, gibibytes * 2**30)
 
@@ -201,7 +199,7 @@ def test_estimates_and_documented_peaks_agree(
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("experts", [0, 8])
-def test_estimate_and_a_cpus_step_agree(experts: int, precision: str, recomputed: bool):
+def test_estimate_and_a_cpus_step_agree(experts, precision, recomputed):
     """A step with values, by a CPU's kernels; the heap's holes are beside the storages that are counted."""
     model = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
     model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": experts}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +78,7 @@ def test_the_collectives_of_fsdp_are_those_counted_by_hand():
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_replicas_reduce_their_shards_once(micro_batches: int):
+def test_replicas_reduce_their_shards_once(micro_batches):
     trace = simulated(config(DENSE, 8, micro_batches, dp_replicate_size=2), 8)
     passes = min(micro_batches, 2)
     gathered = {("dp_shard", 4, 4 * REST): passes, ("dp_shard", 4, 4 * LAYER): 2 * L * passes}
@@ -121,7 +120,7 @@ def test_what_is_gathered_for_products_is_no_part_of_the_state_though_all_ranks_
 @IN_STAGES
 @pytest.mark.pipeline
 @pytest.mark.parametrize(("rank", "kind", "other"), [(0, "send", "receive"), (2, "receive", "send")])
-def test_a_stage_sends_hidden_states_and_receives_gradients(rank: int, kind: str, other: str):
+def test_a_stage_sends_hidden_states_and_receives_gradients(rank, kind, other):
     size, micro_batches = 4 * B * S * H, 4
     batch = config(DENSE, 2, micro_batches, pp_size=2)
     with fake_ranks(4, "fake", rank):
@@ -136,7 +135,7 @@ def test_a_stage_sends_hidden_states_and_receives_gradients(rank: int, kind: str
 @IN_STAGES
 @pytest.mark.pipeline
 @pytest.mark.parametrize("rank", [0, 2])
-def test_middle_micro_batches_of_a_pipeline_stand_for_more(rank: int, monkeypatch: pytest.MonkeyPatch):
+def test_middle_micro_batches_of_a_pipeline_stand_for_more(rank, monkeypatch):
     batch = config(DENSE, 2, 12, pp_size=2)
     with fake_ranks(4, "fake", rank):
         few = traced_step(batch, CPU)
@@ -159,7 +158,7 @@ def test_middle_micro_batches_of_a_pipeline_stand_for_more(rank: int, monkeypatc
         ("zbv_zero_bubble", 1 / 6),
     ],
 )
-def test_ranks_of_other_schedules_wait(schedule: str, idle: float):
+def test_ranks_of_other_schedules_wait(schedule, idle):
     """Zero-bubble ones for the first forward pass of a stage, a sixth of a micro batch on two stages."""
     batch = config(DENSE | {"num_hidden_layers": 4}, 1, 4, pp_size=2, pp_schedule=schedule)
     assert simulated(batch, 2).idle == pytest.approx(idle)
@@ -173,7 +172,7 @@ def test_state_is_a_ranks_share():
 
 
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
-def test_a_simulated_peak_is_a_computed_one(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_a_simulated_peak_is_a_computed_one(model, monkeypatch):
     """To the byte; a storage whose end is not seen would change it."""
     alone = config(model, 1, micro_batches=2)
     computed = simulated(alone, 1, real=True)
@@ -254,7 +253,7 @@ def test_few_names_of_ours_are_replaced_and_all_are_listed():
 
 
 @pytest.fixture
-def gloo(tmp_path: Path) -> Iterator[None]:
+def gloo(tmp_path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ NASTY = "<img src=http://127.0.0.1:9/x onerror=console.log(1)><script>console.lo
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory) -> Path:
     """A run with everything that a report can show, with long and hostile names."""
     chromium()
     rows = []
@@ -42,9 +42,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
-def test_a_report_is_drawn_without_errors_requests_or_overflow(
-    page: Path, tmp_path: Path, width: int, dark: bool
-):
+def test_a_report_is_drawn_without_errors_requests_or_overflow(page, tmp_path, width, dark):
     with opened(page, tmp_path / "profile", width=width, dark=dark) as (window, seen):
         plots = window.evaluate(PLOTS)
         assert len(plots) == 19

@@ -53,7 +53,7 @@ def track(run: Path, rows: list[dict[str, Any]], first_step: int, **options: Any
     tracked.close(0)
 
 
-def test_event_files_hold_every_number_of_metrics(tmp_path: Path):
+def test_event_files_hold_every_number_of_metrics(tmp_path):
     rows = [training_row(step, layers=2, experts=4) for step in range(1, 21)]
     rows[4] |= {"train/loss": None, "train/skipped": "overflow", "train/grad_norm": float("inf")}
     rows[9] |= {"eval/loss": 3.0, "data/batch_sha256": "00"}
@@ -65,7 +65,7 @@ def test_event_files_hold_every_number_of_metrics(tmp_path: Path):
     assert {"moe/load", "step", "time", "train/skipped", "data/batch_sha256"}.isdisjoint(found)
 
 
-def test_wandb_gets_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_gets_the_same_keys(tmp_path, monkeypatch):
     sent: list[dict[str, float]] = []
     tracked = Trackers(config(), tmp_path, None, True)
     worker: Any = type("Worker", (), {"put": lambda self, row: sent.append(row), "close": lambda *_: None})()
@@ -79,7 +79,7 @@ def test_wandb_gets_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }
 
 
-def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path):
+def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
     """An attempt died after step 9; the next resumes from the checkpoint of step 5 with other losses."""
     track(tmp_path, [{"step": step, "train/loss": float(step)} for step in range(10)], 0)
     again = [{"step": step, "train/loss": 100.0 + step} for step in range(6, 9)]
@@ -88,7 +88,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path):
     assert found == {step: float(step) if step < 6 else 100.0 + step for step in range(9)}
 
 
-def test_a_writer_that_fails_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_writer_that_fails_gives_one_warning(tmp_path, monkeypatch):
     """At once, where a file is in the folder's way, or later; rows go on."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -107,7 +107,7 @@ def test_a_writer_that_fails_gives_one_warning(tmp_path: Path, monkeypatch: pyte
         assert len(read_metrics(tmp_path / name / "metrics.jsonl")) == 2
 
 
-def test_without_the_package_the_configuration_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_without_the_package_the_configuration_is_refused(monkeypatch):
     from llm_pretrain.config import tree
 
     monkeypatch.setattr(
@@ -121,7 +121,7 @@ def test_without_the_package_the_configuration_is_refused(monkeypatch: pytest.Mo
     assert not [line for line in validate(config(tensorboard=False), needs_data=False) if "logging" in line]
 
 
-def test_only_the_enabled_process_writes(tmp_path: Path):
+def test_only_the_enabled_process_writes(tmp_path):
     tracked = Trackers(config(), tmp_path, None, False)
     tracked.log(training_row(1))
     tracked.close(0)

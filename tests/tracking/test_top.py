@@ -38,7 +38,7 @@ def append(run: Path, *rows: dict[str, Any]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def test_the_table_has_the_newest_figures_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_table_has_the_newest_figures_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(top.time, "time", lambda: START + 50)
     rows = [training_row(step) for step in range(1, 41)]
     rows += [training_row(step, perf__tokens_per_second=2500.0) for step in (38, 39, 40)]
@@ -51,7 +51,7 @@ def test_the_table_has_the_newest_figures_of_a_run(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("width", [1, 5, 12, 17, 20, 30, 80, 200])
-def test_a_frame_fits_any_terminal(tmp_path: Path, width: int):
+def test_a_frame_fits_any_terminal(tmp_path, width):
     rows = [training_row(step, layers=48, experts=128) for step in (1, 2)]
     run = make_run(tmp_path / ("long" * 30), rows, checkpoint="c" * 200, state="failed", reason="r" * 300)
     frame = frame_of(run, run, width=width)
@@ -62,7 +62,7 @@ def test_a_frame_fits_any_terminal(tmp_path: Path, width: int):
         assert len(lines) == 5, "a line for each run, and its reason"
 
 
-def test_what_was_found_wrong_stands_below_the_table(tmp_path: Path):
+def test_what_was_found_wrong_stands_below_the_table(tmp_path):
     fault = {"step": 7, "ranks": [1], "found": "another loss"}
     rows = [training_row(step) for step in (1, 2)]
     run = make_run(tmp_path / "run", rows, state="diverged", reason="20 steps were skipped", faults=[fault])
@@ -72,7 +72,7 @@ def test_what_was_found_wrong_stands_below_the_table(tmp_path: Path):
     ]
 
 
-def test_text_of_the_run_moves_no_cursor_and_is_no_markup(tmp_path: Path):
+def test_text_of_the_run_moves_no_cursor_and_is_no_markup(tmp_path):
     nasty = "\x1b[2J[bold red]name[/nothing]\r\n\x07"
     rows = [training_row(1)]
     config = {"run": {"name": nasty}}
@@ -85,7 +85,7 @@ def test_text_of_the_run_moves_no_cursor_and_is_no_markup(tmp_path: Path):
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", frame)
 
 
-def test_runs_of_a_folder_have_a_line_each(tmp_path: Path):
+def test_runs_of_a_folder_have_a_line_each(tmp_path):
     for name in ("first", "second"):
         make_run(tmp_path / name, [training_row(step) for step in (1, 2)], step=2)
     (tmp_path / "notes").mkdir()
@@ -96,7 +96,7 @@ def test_runs_of_a_folder_have_a_line_each(tmp_path: Path):
     ]
 
 
-def test_it_follows_a_run_from_before_its_start_to_its_end(tmp_path: Path):
+def test_it_follows_a_run_from_before_its_start_to_its_end(tmp_path):
     run, seen, console = tmp_path / "run", [], terminal(live=True)
 
     def change_run(_: float) -> None:
@@ -131,9 +131,7 @@ def test_it_follows_a_run_from_before_its_start_to_its_end(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("live", "error"), [(True, KeyboardInterrupt), (False, AssertionError)])
-def test_an_interrupt_leaves_the_last_frame_and_without_a_terminal_there_is_one(
-    live: bool, error: type[BaseException], tmp_path: Path
-):
+def test_an_interrupt_leaves_the_last_frame_and_without_a_terminal_there_is_one(live, error, tmp_path):
     run = make_run(tmp_path / "run", [training_row(1)], state="running")
 
     def wait(_: float) -> None:
@@ -144,7 +142,7 @@ def test_an_interrupt_leaves_the_last_frame_and_without_a_terminal_there_is_one(
     assert "running" in output(console)
 
 
-def test_a_path_that_is_no_run_is_not_waited_for(tmp_path: Path):
+def test_a_path_that_is_no_run_is_not_waited_for(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").touch()
     (tmp_path / "file").touch()
@@ -153,7 +151,7 @@ def test_a_path_that_is_no_run_is_not_waited_for(tmp_path: Path):
             watch_runs([tmp_path / name], console=terminal(live=True))
 
 
-def test_only_the_end_of_a_large_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_the_end_of_a_large_file_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(top, "TAIL_BYTES", 3000)
     run = make_run(tmp_path / "run", [training_row(1, **{"train/loss": 9.0})])
     append(run, *({"step": step, "time": START} for step in range(2, 501)))
@@ -161,7 +159,7 @@ def test_only_the_end_of_a_large_file_is_read(tmp_path: Path, monkeypatch: pytes
     assert line.split()[2:5] == ["500/100", "-", "-"]
 
 
-def test_damaged_files_are_reported_and_left_out(tmp_path: Path):
+def test_damaged_files_are_reported_and_left_out(tmp_path):
     run = make_run(tmp_path / "run", [training_row(1)])
     for name in ("config.yaml", "status.json", "attempts.jsonl"):
         (run / name).write_text("\0{[\n")

@@ -43,7 +43,7 @@ OPTIONS = (
 
 
 @pytest.fixture(scope="module")
-def run(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(plain_store, tmp_path_factory) -> Path:
     """A run with every file that a run can have."""
     folder = train_tiny(plain_store, tmp_path_factory.mktemp("fuzzed") / "run", *OPTIONS).folder
     assert all((folder / name).is_file() for name in FILES)
@@ -82,9 +82,7 @@ COMMANDS = {
 @pytest.mark.parametrize(
     "command", ["top", *(pytest.param(name, marks=pytest.mark.slow) for name in ("report", "verify"))]
 )
-def test_a_command_reads_or_refuses(
-    command: str, name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_command_reads_or_refuses(command, name, run, tmp_path, capsys):
     copy = linked_copy(run, tmp_path / "run")
 
     @given(content=damaged(run, name))
@@ -99,7 +97,7 @@ def test_a_command_reads_or_refuses(
 @pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", FILES)
-def test_a_run_resumes(name: str, run: Path, plain_store: Path, tmp_path: Path):
+def test_a_run_resumes(name, run, plain_store, tmp_path):
     """Checkpoints alone decide where a run resumes, not its rows or its status."""
 
     @given(content=damaged(run, name))
