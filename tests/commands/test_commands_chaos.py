@@ -116,6 +116,8 @@ def test_an_attempt_begins_after_the_newest_checkpoint_and_skips_no_step(start, 
     (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
     before = scan_folder(folder)
     assert before == FolderState(checkpoint=4, rows=5, starts=1)
+    if start == 4:  # a postponed evaluation is no step
+        write_rows(folder, "metrics", [{"step": 4, "time": 1.0, "eval/loss": 2.0}])
     write_rows(folder, "metrics", [training_row(step) for step in steps])
     write_rows(folder, "attempts", [] if start is None else [attempt_row(start, 9.0)])
     violation = check_start(folder, before)
@@ -123,15 +125,6 @@ def test_an_attempt_begins_after_the_newest_checkpoint_and_skips_no_step(start, 
     if violation is not None:
         assert text is not None
         assert violation.text.startswith(text)
-
-
-def test_a_postponed_evaluation_is_not_a_step(tmp_path):
-    folder = tmp_path / "run"
-    (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
-    made = [{"step": 4, "time": 1.0, "eval/loss": 2.0}, training_row(5)]
-    write_rows(folder, "metrics", made)
-    write_rows(folder, "attempts", [attempt_row(4, 0.0)])
-    assert check_start(folder, FolderState(4, 0, 0)) is None
 
 
 @pytest.fixture
@@ -249,63 +242,61 @@ def plan_of(folder: Path, places: list[str], **more: Any) -> ChaosPlan:
     return ChaosPlan(**fields | more)
 
 
-Fabricated = Callable[[Path], Outcome]
-"""What an attempt leaves in the run's folder, and how it ends."""
+Fabricated = Callable[[Path, FinishedRun], Outcome]
+"""What an attempt leaves in the run's folder, by the rows of a finished run, and how it ends."""
 
 
-def result_of(
-    plan: ChaosPlan, attempts: list[Fabricated], monkeypatch: pytest.MonkeyPatch
-) -> tuple[ChaosResult, str]:
-    """Result and output of fabricated attempts; the first is the uninterrupted run."""
-    waiting = list(attempts)
-    monkeypatch.setattr(kills, "run_or_kill", lambda job, *_: waiting.pop(0)(job.folder))
-    result, said = ChaosResult(), list[str]()
-    run_chaos(plan, LaunchContext(plan.scripts, Machine(0, 2), 1.0), result, say=said.append)
-    assert not waiting
-    write_result(plan.output / "chaos.json", result_content({}, result, plan))
-    return result, "\n".join([*said, *result.summary])
-
-
-@pytest.fixture
-def end(trained_run) -> Fabricated:
+def end(folder: Path, trained: FinishedRun) -> Outcome:
     """Trains to the end, from the beginning."""
-
-    def trains(folder: Path) -> Outcome:
-        before = (folder / "metrics.jsonl").read_text() if folder.exists() else ""
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(trained_run.folder, folder, symlinks=True)
-        (folder / "metrics.jsonl").write_text(before + (folder / "metrics.jsonl").read_text())
-        (folder / "attempts.jsonl").write_text((folder / "attempts.jsonl").read_text() * (1 + bool(before)))
-        return Outcome(False, 4, None, "")
-
-    return trains
+    before = (folder / "metrics.jsonl").read_text() if folder.exists() else ""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(trained.folder, folder, symlinks=True)
+    (folder / "metrics.jsonl").write_text(before + (folder / "metrics.jsonl").read_text())
+    (folder / "attempts.jsonl").write_text((folder / "attempts.jsonl").read_text() * (1 + bool(before)))
+    return Outcome(False, 4, None, "")
 
 
-def died(trained: FinishedRun, steps: list[int], saving: int | None = None, failure: str = "") -> Fabricated:
+def died(steps: list[int], saving: int | None = None, failure: str = "") -> Fabricated:
     """Was killed after these rows, before any checkpoint was committed."""
 
-    def dies(folder: Path) -> Outcome:
-        write_rows(
-            folder, "metrics", [trained.rows[step] for step in (0, *steps)]
-        )  # evaluated before it began
+    def dies(folder: Path, trained: FinishedRun) -> Outcome:
+        rows = [trained.rows[step] for step in (0, *steps)]  # evaluated before it began
+        write_rows(folder, "metrics", rows)
         write_rows(folder, "attempts", [attempt_row(0, 0.0)])
         return Outcome(True, steps[-1] if steps else None, saving, failure)
 
     return dies
 
 
-def test_a_run_that_ends_as_the_uninterrupted_one_holds(trained_run, end, tmp_path, monkeypatch):
+def fails(folder: Path, trained: FinishedRun) -> Outcome:
+    return Outcome(False, None, None, "ended by itself with exit code 1")
+
+
+@pytest.fixture
+def result_of(trained_run, monkeypatch) -> Callable[[ChaosPlan, list[Fabricated]], tuple[ChaosResult, str]]:
+    """Result and output of fabricated attempts; the first is the uninterrupted run."""
+
+    def run(plan: ChaosPlan, attempts: list[Fabricated]) -> tuple[ChaosResult, str]:
+        waiting = list(attempts)
+        monkeypatch.setattr(kills, "run_or_kill", lambda job, *_: waiting.pop(0)(job.folder, trained_run))
+        result, said = ChaosResult(), list[str]()
+        run_chaos(plan, LaunchContext(plan.scripts, Machine(0, 2), 1.0), result, say=said.append)
+        assert not waiting
+        write_result(plan.output / "chaos.json", result_content({}, result, plan))
+        return result, "\n".join([*said, *result.summary])
+
+    return run
+
+
+def test_a_run_that_ends_as_the_uninterrupted_one_holds(result_of, tmp_path):
     plan = plan_of(tmp_path, ["step", "start-up", "save"], paths=["torchrun", "accelerate"])
-    killed = [died(trained_run, [1]), died(trained_run, []), died(trained_run, [1, 2], saving=2)]
-    result, text = result_of(plan, [end, *killed, end], monkeypatch)
+    result, text = result_of(plan, [end, died([1]), died([]), died([1, 2], saving=2), end])
     assert result.verdict == "holds", text
     assert "3/3     torchrun    save of step 2        1         -           ok" in text
     content = json.loads((tmp_path / "chaos.json").read_text())
     assert content["verdict"] == "holds"
-    found = [
-        (each["path"], each["place"], each["began_at"], each["checkpoint"]) for each in content["attempts"]
-    ]
-    assert found == [
+    keys = ("path", "place", "began_at", "checkpoint")
+    assert [tuple(each[key] for key in keys) for each in content["attempts"]] == [
         ("torchrun", "after step 1", 1, 0),
         ("accelerate", "start-up", 1, 0),
         ("torchrun", "save of step 2", 1, 0),
@@ -313,41 +304,23 @@ def test_a_run_that_ends_as_the_uninterrupted_one_holds(trained_run, end, tmp_pa
     ]
 
 
-def test_a_violation_ends_the_call_and_names_attempt_step_and_key(trained_run, end, tmp_path, monkeypatch):
-    result, text = result_of(
-        plan_of(tmp_path, ["step"] * 3), [end, died(trained_run, [1, 2, 4])], monkeypatch
-    )
-    assert result.verdict == "violated"
-    assert "attempt 1: wrote step 4 where step 3 was due" in text
-    (attempt,) = json.loads((tmp_path / "chaos.json").read_text())["attempts"]
-    assert (attempt["violation"]["step"], attempt["violation"]["key"]) == (3, "step")
+ENDS: list[tuple[str, list[Fabricated], str, str]] = [
+    ("step", [end, died([1, 2, 4])], "violated", "attempt 1: wrote step 4 where step 3 was due"),
+    ("step", [end, died([1], failure="process 7 is still there")], "violated", "1: process 7 is still there"),
+    ("step", [fails], "violated", "the uninterrupted run: ended by itself with exit code 1"),
+    ("start-up", [end, died([1]), end], "not shown", "kill 1 was to fall into: start-up"),
+    ("step", [end, end], "not shown", "the run was done after 0 of 1 kills"),
+]
 
 
-def test_a_process_that_outlives_its_kill_and_a_failed_reference_are_violations(
-    trained_run, end, tmp_path, monkeypatch
-):
-    lives = died(trained_run, [1], failure="process 7 was still there 60 s after the kill")
-    result, text = result_of(plan_of(tmp_path / "a", ["step"]), [end, lives], monkeypatch)
-    assert result.verdict == "violated"
-    assert "attempt 1: process 7 was still there 60 s after the kill" in text
-    (tmp_path / "b").mkdir()
-
-    def fails(folder: Path) -> Outcome:
-        return Outcome(False, None, None, "ended by itself with exit code 1")
-
-    result, text = result_of(plan_of(tmp_path / "b", ["step"]), [fails], monkeypatch)
-    assert result.verdict == "violated"
-    assert "the uninterrupted run: ended by itself with exit code 1" in text
-
-
-def test_less_than_asked_for_is_reported_as_not_shown(trained_run, end, tmp_path, monkeypatch):
-    late = died(trained_run, [1])
-    result, text = result_of(plan_of(tmp_path / "a", ["start-up"]), [end, late, end], monkeypatch)
-    assert result.verdict == "not shown"
-    assert "kill 1 was to fall into: start-up" in text
-    result, text = result_of(plan_of(tmp_path / "b", ["step"]), [end, end], monkeypatch)
-    assert result.verdict == "not shown"
-    assert "the run was done after 0 of 1 kills" in text
+@pytest.mark.parametrize(("place", "attempts", "verdict", "said"), ENDS, ids=[each[3] for each in ENDS])
+def test_a_violation_and_less_than_asked_for_are_named(result_of, tmp_path, place, attempts, verdict, said):
+    result, text = result_of(plan_of(tmp_path, [place]), attempts)
+    assert result.verdict == verdict
+    assert said in text
+    if "was due" in said:
+        (attempt,) = json.loads((tmp_path / "chaos.json").read_text())["attempts"]
+        assert (attempt["violation"]["step"], attempt["violation"]["key"]) == (3, "step")
 
 
 def plan_from(words: list[str], store: Path, folder: Path) -> ChaosPlan:

@@ -1,40 +1,53 @@
-"""`llm-pretrain generate`: what it prints is a function of the model, the prompts and the options."""
+"""`llm-pretrain generate` and `chat`: what they print follows from the model, the prompts and the options."""
 
-import argparse
 import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.corpora import make_tokenizer
 from support.launching import ROOT, train_tiny
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import generate
 from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.data.chat import chat_prompt_ids
+from llm_pretrain.data.tokenizer_training import train_tokenizer
+from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.export.config_json import huggingface_config
-from llm_pretrain.export.huggingface import load_pretrained, to_huggingface
+from llm_pretrain.export.huggingface import end_of_turn_id, load_pretrained, to_huggingface
+from llm_pretrain.model import generation
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.model_setup import initialize_weights
 
-CONFIG = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=64,
-    initializer_range=0.3,
-)
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
+
+
+def weights(folder: Path, vocab_size: int, positions: int, bos: int | None, eos: int | None) -> Path:
+    """A small random model in `folder`."""
+    config = ModelConfig(
+        **{"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": positions},
+        initializer_range=0.3,
+    )
+    model = Decoder(config)
+    initialize_weights(model, 0)
+    if eos == 1:  # never the likeliest: no early end
+        model.model.embed_tokens.weight.data[1] = 0
+    save_file(to_huggingface(model.state_dict(), config, torch.float32), folder / "model.safetensors")
+    ids = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None}
+    (folder / "config.json").write_text(json.dumps(huggingface_config(config, **ids, dtype="fp32")))
+    return folder
 
 
 @pytest.fixture
 def folder(tmp_path):
+    """Letters are tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {letter: i for i, letter in enumerate(["<s>", "</s>", *LETTERS])}
@@ -43,19 +56,11 @@ def folder(tmp_path):
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    model = Decoder(CONFIG)
-    initialize_weights(model, 0)
-    model.model.embed_tokens.weight.data[1] = 0  # never the likeliest: no early end
-    save_file(to_huggingface(model.state_dict(), CONFIG, torch.float32), tmp_path / "model.safetensors")
-    config = huggingface_config(CONFIG, bos_token_id=0, eos_token_id=1, pad_token_id=None, dtype="fp32")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+    return weights(tmp_path, 64, 64, 0, 1)
 
 
 def run(capsys, *argv: str) -> str:
-    parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
-    assert generate.run(parser.parse_args(argv)) == 0
+    assert main(["generate", *argv]) == 0
     return capsys.readouterr().out.removesuffix("\n")
 
 
@@ -74,10 +79,8 @@ def test_prints_the_prompt_and_the_likeliest_continuation(folder, capsys):
 
 
 def test_a_text_ends_with_the_models_positions_and_says_so(folder, capsys):
-    parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
     argv = [str(folder), "--prompt", "hello", "--max_new_tokens", "500", "--temperature", "0"]
-    assert generate.run(parser.parse_args(argv)) == 0
+    assert main(["generate", *argv]) == 0
     out, err = capsys.readouterr()
     assert out == recomputed(folder, "hello", 64 - 6) + "\n"
     assert err == "note: ended at the model's 64 positions (max_position_embeddings)\n"
@@ -87,15 +90,13 @@ def test_a_tokenizer_that_is_not_the_models_is_said(folder, capsys):
     other = folder / "other"
     other.mkdir()
     text = (folder / "tokenizer.json").read_text()
-    parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
     argv = [str(folder), "--prompt", "hello", "--max_new_tokens", "1", "--tokenizer", str(other)]
     for changed, warning in (
         (text, ""),
         (text.replace('"a"', '"A"'), f"warning: {other} is not the tokenizer beside the model, {folder}\n"),
     ):
         (other / "tokenizer.json").write_text(changed)
-        assert generate.run(parser.parse_args(argv)) == 0
+        assert main(["generate", *argv]) == 0
         assert capsys.readouterr().err == warning
 
 
@@ -195,12 +196,8 @@ def test_texts_are_drawn_as_they_are_printed_not_listed_before(folder, monkeypat
             raise BrokenPipeError
 
     monkeypatch.setattr(generate, "write_out", stop_after_two)
-    parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
-    many = parser.parse_args([str(folder), "--prompt", "a", "--num_samples", str(10**12)])
-    many.max_new_tokens = 1
-    with pytest.raises(BrokenPipeError):
-        generate.run(many)
+    many = [str(folder), "--prompt", "a", "--num_samples", str(10**12), "--max_new_tokens", "1"]
+    assert main(["generate", *many]) == 141
     assert len(printed) == 2
 
 
@@ -225,3 +222,155 @@ def test_generation_imports_no_compiler(source, plain_store, tmp_path):
     )
     printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
     assert printed.stdout.splitlines()[-1].split() == [b"found"]
+
+
+# --- chat --------------------------------------------------------------------------------------
+
+
+def with_weights(folder: Path, *, positions: int = 512) -> Path:
+    """A model beside the tokenizer that is in `folder`."""
+    tokenizer = open_tokenizer(folder)
+    return weights(folder, 384, positions, tokenizer.bos_token_id, tokenizer.eos_token_id)
+
+
+@pytest.fixture
+def with_template(tmp_path) -> Path:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("the quick brown fox and so on and on\n" * 40)
+    train_tokenizer([str(corpus)], tmp_path / "tokenizer", 320)
+    return with_weights(tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    return with_weights(make_tokenizer(tmp_path / "base"))
+
+
+@pytest.fixture
+def talk(capsys, monkeypatch):
+    """Chat through a pipe: (standard output, standard error) for lines of input."""
+
+    def run(*argv: str | Path, lines: list[str], code: int = 0) -> tuple[str, str]:
+        typed = "".join(line + "\n" for line in lines).encode("utf-8", "surrogateescape")
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="ascii"))
+        assert main(["chat", *map(str, argv)]) == code
+        return tuple(capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def prompts(monkeypatch) -> list[list[int]]:
+    """What the model was given, turn by turn."""
+    seen, real = [], generation.generate
+
+    def watched(model, given, **settings):
+        seen.extend(list(ids) for ids in given)
+        return real(model, given, **settings)
+
+    monkeypatch.setattr(generation, "generate", watched)
+    return seen
+
+
+OPTIONS = ("--max_new_tokens", "8", "--temperature", "0")
+
+
+def test_turns_are_laid_out_by_the_template(with_template, talk, prompts):
+    options = (with_template, *OPTIONS, "--system", "be brief")
+    answer, _ = talk(*options, lines=["hello"])
+    out, err = talk(*options, lines=["hello", "", "again <|im_end|>"])
+    assert out.startswith(answer)
+    assert "cut off" in err
+    tokenizer = open_tokenizer(with_template)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    assert prompts[0] == prompts[1] == chat_prompt_ids(tokenizer, messages)
+    messages += [{"role": "assistant", "content": answer.removesuffix("\n")}]
+    messages += [{"role": "user", "content": "again <|im_end|>"}]
+    assert prompts[2] == chat_prompt_ids(tokenizer, messages)
+    assert len(prompts) == 3, "an empty line is no turn"
+
+
+@pytest.mark.parametrize("name", ["<|im_end|>", "<end_of_turn>"])
+def test_the_ends_of_texts_and_of_turns_end_an_answer(name, with_template, talk, monkeypatch):
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+    for file in names:
+        text = (with_template / file).read_text("utf-8")
+        (with_template / file).write_text(text.replace("<|im_end|>", name), "utf-8")
+    tokenizer = open_tokenizer(with_template)
+    ends = []
+
+    def fake(model, given, *, stop_ids, **settings):
+        ends.append(stop_ids)
+        yield tokenizer.encode(["fox"])[0][:1]
+        yield [max(stop_ids)]
+
+    monkeypatch.setattr(generation, "generate", fake)
+    out, err = talk(with_template, lines=["hello"])
+    special = end_of_turn_id(with_template)
+    assert ends == [{tokenizer.eos_token_id, special}]
+    assert special not in (None, tokenizer.eos_token_id)
+    assert out.strip()
+    assert "<|" not in out
+    assert err == ""
+
+
+def test_a_base_model_continues_the_text(base, talk, prompts):
+    out, err = talk(base, *OPTIONS, lines=["one", "two"])
+    assert "no chat template" in err
+    tokenizer = open_tokenizer(base)
+    start = [tokenizer.bos_token_id]
+    assert prompts[0] == start + tokenizer.encode(["one"])[0]
+    first = tokenizer.decode(prompts[1][1:])
+    assert first.startswith("one")
+    assert first.endswith("two")
+    assert out.startswith(first.removeprefix("one").removesuffix("two"))
+
+
+def test_reset_quit_and_unknown_commands(base, talk, prompts):
+    _, err = talk(base, *OPTIONS, lines=["one", "/reset", "/nonsense", "two", "/quit", "three"])
+    tokenizer = open_tokenizer(base)
+    assert [tokenizer.decode(ids) for ids in prompts] == ["one", "two"]
+    assert "starts anew" in err
+    assert "unknown command /nonsense" in err
+
+
+def test_the_oldest_turns_are_dropped_where_positions_end(tmp_path, talk, prompts):
+    folder = with_weights(make_tokenizer(tmp_path / "short"), positions=48)
+    _, err = talk(folder, *OPTIONS, lines=["a" * 20, "b" * 20, "c" * 60, "d" * 5])
+    tokenizer = open_tokenizer(folder)
+    texts = [tokenizer.decode(ids) for ids in prompts]
+    assert texts[:2] == ["a" * 20, "b" * 20]
+    assert "the oldest 2 turns are forgotten: the model has 48 positions" in err
+    assert "too long: 61 tokens" in err
+    assert texts[2].endswith("d" * 5)
+    assert all(len(ids) <= 48 - 8 for ids in prompts)
+
+
+def test_an_interrupt_stops_the_answer_alone(base, talk, monkeypatch):
+    calls = []
+
+    def interrupted(model, given, **settings):
+        calls.append(given)
+        yield [ord("x")]
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "generate", interrupted)
+    out, err = talk(base, *OPTIONS, lines=["one", "two"])
+    assert "(stopped)" in err
+    assert len(calls) == 2
+    assert len(out.splitlines()) == 2
+
+
+def test_the_same_seed_gives_the_same_conversation(base, talk):
+    options = ("--max_new_tokens", "12", "--temperature", "1.5", "--seed")
+    first = talk(base, *options, "1", lines=["one", "two"])
+    assert first == talk(base, *options, "1", lines=["one", "two"])
+    assert first != talk(base, *options, "2", lines=["one", "two"])
+
+
+def test_bytes_that_are_no_text_are_named_by_line(with_template, talk):
+    options = (with_template, "--max_new_tokens", "2")
+    out, err = talk(*options, lines=["é", "\udcff", "b"], code=65)
+    assert out.endswith("\n")
+    assert err.endswith("error: standard input:2: expected UTF-8 text, found byte 0xff\n")

@@ -108,11 +108,8 @@ def test_samples_are_chosen_by_their_seed_and_say_what_is_stored(prompts):
         assert len(masked.encode()) == int((~mask).sum())  # one token per byte
         text = "".join(part.text for part in sample.parts)
         assert text == "<s>" + prompts.tokenizer().decode(ids.tolist()) + "</s>"
-
-
-def test_more_samples_than_documents_show_each_once(prompts):
-    samples = list(sample_documents(prompts, 1000, 0, "train"))
-    assert sorted(s.document for s in samples) == list(range(prompts.split("train").documents))
+    every = [sample.document for sample in sample_documents(prompts, 1000, 0, "train")]
+    assert sorted(every) == list(range(prompts.split("train").documents)), "each once"
 
 
 def test_a_terminal_gets_colours_instead_of_brackets(prompts, capsys, monkeypatch):
@@ -164,15 +161,6 @@ def test_verify_finds_what_opening_a_large_store_does_not(store, tmp_path, capsy
     assert error.count("\n") == 1
 
 
-def test_an_edited_count_is_refused(store, tmp_path, capsys):
-    copy = Path(shutil.copytree(store.path, tmp_path / "copy"))
-    facts = json.loads((copy / "store.json").read_text())
-    facts["splits"]["train"]["targets"] -= 1
-    (copy / "store.json").write_text(json.dumps(facts))
-    assert main(["inspect", str(copy)]) == 65
-    assert "store.json: expected unaltered contents (SHA-256" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "value", "message"),
     [
@@ -193,23 +181,11 @@ def test_a_damaged_large_store_is_one_line_too(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message", "code"),
-    [
-        ("tokenizer/tokenizer.json", [], "tokenizer.json: expected a file of the token store", 65),
-        ("train/offsets.bin", [], "offsets.bin: expected a file of the token store", 65),
-        ("store.json", [], "expected a folder with store.json", 65),
-        (None, ["--sequence_length", "0"], "--sequence_length: expected 1 or more, found 0", 2),
-        (None, ["--samples", "-1"], "--samples: expected 0 or more, found -1", 2),
-        (None, ["--seed", "-1"], "--seed: expected 0 or more, found -1", 2),
-    ],
-)
-def test_what_is_wrong_is_one_line(store, tmp_path, capsys, name, options, message, code):
+@pytest.mark.parametrize("name", ["tokenizer/tokenizer.json", "train/offsets.bin", "store.json"])
+def test_a_missing_file_is_one_line(store, tmp_path, capsys, name):
     copy = Path(shutil.copytree(store.path, tmp_path / "copy"))
-    if name:
-        (copy / name).unlink()
-    assert main(["inspect", str(copy), *options]) == code
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
+    (copy / name).unlink()
+    assert main(["inspect", str(copy)]) == 65
+    out, err = capsys.readouterr()
+    assert ("store.json" if name == "store.json" else f"{name}: expected a file of the token store") in err
+    assert (out, err.count("\n")) == ("", 1)

@@ -55,13 +55,6 @@ def test_own_files_become_a_tokenizer_and_a_store(tmp_path, capsys):
     assert main(["prepare", *inputs, "--tokenizer", folder, "--output", store, "--overwrite"]) == 0
 
 
-def test_an_error_is_one_line_and_its_code(tmp_path, capsys):
-    arguments = ["--tokenizer", str(tmp_path), "--output", str(tmp_path / "s")]
-    assert main(["prepare", "--input", str(tmp_path / "missing.jsonl"), *arguments]) == 65
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "missing.jsonl" in line
-
-
 @pytest.mark.parametrize("field", ["a\nb", "\x1b[31m", "\x9b2J", "\u202e", "\u2028"])
 def test_what_a_file_says_neither_breaks_a_line_nor_steers_the_terminal(tmp_path, capsys, field):
     corpus = write_jsonl(tmp_path / f"c{field}.jsonl", [{field: 1}])

@@ -30,6 +30,7 @@ BEFORE = {
     "inspect": "STORE",
     "ladder": "--input STORE --config base.yaml --output new",
     "parity": "--config CONFIGS/tiny-dense.yaml --output new --data.sources '[{store: STORE}]'",
+    "prepare": "--tokenizer STORE/tokenizer --output new",
     "replay": "RUN --output new",
     "report": "",
     "simulate": "--config tiny-moe --model.vocab_size 4096",
@@ -185,6 +186,7 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--interrupt torchrun@1:17 --steps 17", 2, "--steps: expected more than 17"),
         ("--interrupt accelerate@1:5 --precision fp16", 2, "silently train in fp32"),
     ],
+    "prepare": [("--input missing.jsonl", 65, "missing.jsonl")],
     "replay": [
         ("--from 4", 2, "--from: expected steps done before, 0 to 3, found 4"),
         ("--from 2 --to 2", 2, "--to: expected a step from 3 on, found 2"),

@@ -1,15 +1,18 @@
-"""`parity` compares fabricated runs: every verdict, the first difference, tolerances, and the table."""
+"""`parity` plans what can work, and compares fabricated runs: verdicts, first differences, tolerances."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.launching import ROOT
 from support.run_folders import make_run, training_row
 
+from llm_pretrain.__main__ import main
 from llm_pretrain.audit.comparison import (
     DIGEST,
     KEYS,
@@ -33,10 +36,25 @@ from llm_pretrain.audit.parity import (
     is_violated,
     result_content,
 )
-from llm_pretrain.audit.variants import Variant, build_variants
+from llm_pretrain.audit.variants import (
+    CONFIGURED,
+    LEAST_RANKS,
+    Interruption,
+    ParityPlan,
+    Variant,
+    build_variants,
+    choose_save_steps,
+    configured_mesh,
+    distributed_of,
+    make_plan,
+    parse_interruptions,
+)
+from llm_pretrain.commands import parity
 from llm_pretrain.commands.parity import render
+from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config, TrainingConfig
+from llm_pretrain.launch import options as _options
 from llm_pretrain.launch.jobs import Machine, last_error_lines
 from llm_pretrain.launch.options import write_result
 
@@ -75,13 +93,6 @@ def rows(**changes: dict[int, Any]) -> dict[int, dict[str, Any]]:
 
 
 BOUNDED = Tolerance(SAMPLES, {"train/loss": 1e-5, "train/grad_norm": 1e-4})
-
-
-def test_equal_rows_are_identical_under_any_tolerance():
-    for made in (Tolerance(KEYS), BOUNDED, Tolerance(SAMPLES)):
-        comparison = compare_rows(rows(), rows(), STEPS, made)
-        assert (comparison.verdict, comparison.first) == ("identical", None)
-        assert set(comparison.largest.values()) == {0.0}
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if key != "train/aux_loss"])
@@ -125,6 +136,7 @@ SKIPPED = {"loss": {2: None}, "grad_norm": {2: None}}
 @pytest.mark.parametrize(
     ("made", "reference", "changes", "verdict"),
     [
+        *((made, {}, {}, "identical") for made in (Tolerance(KEYS), BOUNDED, UNBOUNDED)),
         (BOUNDED, {}, {"sha256": {5: "a"}}, "differs"),
         (BOUNDED, {}, {"loss_tokens": {5: 999}}, "differs"),
         (UNBOUNDED, {}, {"sha256": {5: "a"}}, "differs"),
@@ -530,3 +542,117 @@ def test_parity_json_has_every_verdict(tmp_path):
     assert (found["step"], found["key"], found["found"]) == (2, "train/loss", 5.0)
     assert found["text"] == f"step 2 train/loss: expected {found['expected']!r}, found 5.0"
     assert {"path", "world_size", "accumulation", "micro_batch_size", "precision", "mesh"} <= set(second)
+
+
+TINY = str(ROOT / "configs" / "tiny-dense.yaml")
+
+
+def test_the_trainer_path_s_script_may_be_missing(plain_store, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(_options, "PACKAGE_ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("train_pretrain.py", "train_pretrain_accelerate.py"):
+        (tmp_path / name).touch()
+    words = ["--paths", "torchrun,trainer", "--output", str(tmp_path / "out")]
+    sources = ["--data.sources", f"[{{store: {plain_store}}}]"]
+    assert main(["parity", "--config", TINY, *sources, *words]) == 2
+    assert (
+        f"{tmp_path}: expected examples/train_pretrain_trainer.py there, found none"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_rollback_is_compared_as_a_skip(plain_store, tmp_path):
+    """The compared runs save nothing, so that there is no checkpoint to go back to."""
+    parser = argparse.ArgumentParser()
+    parity.add_arguments(parser)
+    words = ["--data.sources", f"[{{store: {plain_store}}}]", "--output", str(tmp_path / "out")]
+    arguments = parser.parse_args(["--config", TINY, *words, "--training.spike_action", "rollback"])
+    plan = make_plan(arguments, Machine(0, 2))
+    assert (plan.config.training.spike_action, plan.config.checkpoint.save_steps) == ("skip", 0)
+
+
+SIZES: dict[str, tuple[str, int, int | None, int]] = {
+    "ddp": ("ddp", 1, None, 1),
+    "fsdp": ("fsdp", 1, None, 1),
+    "hsdp": ("fsdp", 2, None, 1),
+    "ep": ("fsdp", 1, None, 4),
+    "ep+fsdp": ("fsdp", 1, None, 2),
+    "ep+hsdp": ("fsdp", 2, None, 2),
+    "deepspeed": ("deepspeed", 1, None, 1),
+    "2x2": ("fsdp", 2, 2, 1),
+    "1x4+ep4": ("fsdp", 1, 4, 4),
+}
+"""Mesh on four processes to strategy, dp_replicate_size, dp_shard_size and ep_size."""
+
+
+@pytest.mark.parametrize("mesh", SIZES)
+def test_a_mesh_replaces_every_configured_size(mesh):
+    other = DistributedConfig(strategy="fsdp", dp_replicate_size=8, dp_shard_size=8, ep_size=8, cpu_threads=1)
+    found = distributed_of(mesh, 4, other)
+    sizes = found.strategy, found.dp_replicate_size, found.dp_shard_size, found.ep_size
+    assert sizes == SIZES[mesh]
+    assert found.cpu_threads == 1
+    assert set(LEAST_RANKS) < set(SIZES)
+
+
+def plan_of(store: Path, *words: str) -> ParityPlan:
+    parser = argparse.ArgumentParser()
+    parity.add_arguments(parser)
+    preset = str(ROOT / "configs" / "tiny-moe.yaml")
+    sources = ["--data.sources", f"[{{store: {store}}}]"]
+    arguments = parser.parse_args(["--config", preset, *sources, "--model.num_experts", "12", *words])
+    return make_plan(arguments, Machine(0, 2))
+
+
+def test_every_world_size_has_the_meshes_that_it_permits(plain_store):
+    names = "ddp,fsdp,hsdp,ep,ep+fsdp,ep+hsdp,2x2"
+    plan = plan_of(
+        plain_store, "--mesh", names, "--world-size", "1,2,3,4", "--training.micro_batch_size", "2"
+    )
+    found: dict[int, list[str]] = {}
+    for variant in plan.variants:
+        if variant.path == "accelerate":
+            found.setdefault(variant.world_size, []).append(variant.mesh)
+    assert {size: ",".join(meshes) for size, meshes in found.items()} == {
+        1: "ddp,fsdp",
+        2: "ddp,fsdp,ep",
+        3: "ddp,fsdp,ep",
+        4: names,
+    }
+    assert len(plan.variants) == 2 * sum(map(len, found.values()))
+    assert len({variant.name for variant in plan.variants}) == len(plan.variants)
+    assert len(plan.notes) == 4 * 7 - len(plan.variants) // 2
+    assert "hsdp W=3 is left out: expected 4 processes or more" in plan.notes
+    assert "2x2 W=1 is left out: expected 4 processes" in plan.notes
+
+
+def test_a_mesh_s_sizes_reach_the_scripts_and_are_those_of_its_world_size(plain_store):
+    plan = plan_of(plain_store, "--mesh", "ep", "--world-size", "2,4", "--training.micro_batch_size", "2")
+    for variant in plan.variants:
+        options = plan.options_of(variant)
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        assert given["--distributed.strategy"] == plan.strategy_of(variant) == "fsdp"
+        assert given["--distributed.ep_size"] == str(variant.world_size)
+        assert (given["--distributed.dp_replicate_size"], given["--distributed.dp_shard_size"]) == (
+            "1",
+            "null",
+        )
+
+
+def test_configured_sizes_are_a_mesh_too(plain_store):
+    sizes = ["--distributed.strategy", "fsdp", "--distributed.dp_replicate_size", "2"]
+    plan = plan_of(plain_store, *sizes, "--world-size", "2,4", "--training.micro_batch_size", "2")
+    assert [(each.mesh, each.world_size) for each in plan.variants] == [(CONFIGURED, 4)] * 2
+    assert len(plan.notes) == 1
+    assert "configured W=2 is left out: distributed.dp_replicate_size: expected at most half" in plan.notes[0]
+    for name in ("ddp", "fsdp", "deepspeed"):
+        assert configured_mesh(DistributedConfig(strategy=name)) == name
+
+
+def test_interruptions_are_read_and_come_after_a_checkpoint():
+    first, second = parse_interruptions("torchrun@2:17, accelerate@1:31")
+    assert (first.path, first.world_size, first.step) == ("torchrun", 2, 17)
+    assert (second.path, second.world_size, second.step) == ("accelerate", 1, 31)
+    at_17, at_2 = [first, second], [Interruption("torchrun", 1, 2)]
+    assert [choose_save_steps(configured, at_17) for configured in (10, 500, 0, 17)] == [10, 5, 5, 5]
+    assert choose_save_steps(500, at_2) == 1

@@ -99,11 +99,6 @@ def test_a_file_that_has_no_end_is_not_read(run, name, spoil, capsys):
     assert peak < 64 << 20
 
 
-def test_top_shows_a_frame_into_a_pipe(run, capsys):
-    assert main(["top", str(run), "--once"]) == 0
-    assert "finished" in capsys.readouterr().out
-
-
 def test_a_run_writes_its_report_when_it_ends(plain_store, tmp_path):
     folder = tmp_path / "run"
     assert train(*options(plain_store, folder)) == 0

@@ -15,7 +15,6 @@ from support.ladders import LAW, make_ladder
 from support.pages import Page
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.errors import OutputError
 from llm_pretrain.forecast import ladder_report as report_module
 from llm_pretrain.forecast.family import Sizes, member
 from llm_pretrain.forecast.ladder_report import write_ladder_report
@@ -153,15 +152,6 @@ def test_an_unfinished_ladder_says_what_is_missing(tmp_path):
     assert "Hidden size 64" not in page.text
 
 
-def test_a_ladder_without_any_run_has_a_page(tmp_path):
-    ladder = make_ladder(tmp_path / "ladder")
-    (ladder.folder / "points.jsonl").unlink()
-    page = page_of(ladder)
-    assert page.sections == ["summary"]
-    assert "No law is fitted: expected at least 7 points" in page.text
-    assert not (ladder.folder / RUNS_FOLDER).exists()
-
-
 def test_a_ladder_that_never_sees_the_best_size_is_warned_of(tmp_path):
     many = make_ladder(tmp_path / "many", sizes=(128, 160, 192), save_steps=500)
     assert "which is not above the ladder's smallest, 128" in page_of(many).text
@@ -188,24 +178,23 @@ def test_text_of_a_ladder_is_never_markup(tmp_path):
 
 
 def test_the_command_report_recognises_a_ladder(tmp_path, capsys):
-    folder = make_begun(tmp_path / "ladder").folder
+    ladder = make_begun(tmp_path / "ladder")
+    folder = ladder.folder
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
     assert "<title>ladder – ladder report</title>" in (folder / "report.html").read_text()
     assert main(["report", str(folder), "--output", str(tmp_path / "new" / "page.html")]) == 0
     assert (tmp_path / "new" / "page.html").exists()
+    (folder / "report.html").write_text("<html>mine</html>")
+    assert main(["report", str(folder)]) == 73, "another file"
+    (folder / "report.html").unlink()
+    (folder / "points.jsonl").unlink()
+    assert page_of(ladder).sections == ["summary"]
+    assert not (folder / RUNS_FOLDER).exists()
     capsys.readouterr()
     assert main(["report", str(folder), str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "expected runs or one ladder alone, found a ladder beside others" in line
-
-
-def test_another_file_is_not_replaced(tmp_path):
-    ladder = make_begun(tmp_path / "ladder")
-    (ladder.folder / "report.html").write_text("<html>mine</html>")
-    with pytest.raises(OutputError, match="found another file"):
-        write_ladder_report(ladder.folder)
-    assert (ladder.folder / "report.html").read_text() == "<html>mine</html>"
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,7 @@ CASES: dict[str, Case] = {
     "more ranks than experts": (MIXTRAL, 3, 32, 1, 2048, 2, RECOMPUTED),
 }
 QUICK = ("dense in fp32", "mixture, experts divided")
+"""The others take two CPU seconds each."""
 PRESETS = {
     "minimind-104m": (1, {}),
     "quickstart-chat": (2, {"distributed.strategy": "fsdp", "model.vocab_size": 4096}),
@@ -164,14 +165,10 @@ def h100() -> Iterator[Simulator]:
         yield worker
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_estimate_and_simulation_agree(name, h100):
-    check(h100, options(CASES[name]), CASES[name][2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
-def test_further_estimates_and_simulations_agree(name, h100):
     check(h100, options(CASES[name]), CASES[name][2])
 
 
