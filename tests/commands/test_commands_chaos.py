@@ -19,13 +19,7 @@ from support.run_folders import attempt_row, training_row
 from llm_pretrain.audit import chaos as kills
 from llm_pretrain.audit.chaos import ChaosPlan, ChaosResult, Outcome, make_plan, result_content, run_chaos
 from llm_pretrain.audit.comparison import Difference, exact_differences
-from llm_pretrain.audit.run_checks import (
-    FolderState,
-    check_committed,
-    check_end,
-    check_start,
-    scan_folder,
-)
+from llm_pretrain.audit.run_checks import FolderState, check_committed, check_end, check_start, scan_folder
 from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_manifest
 from llm_pretrain.commands import chaos
 from llm_pretrain.config.tree import Config

@@ -12,14 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing import fuzzed
 from support.launching import ROOT, train_tiny
-from support.mutating import (
-    damaged_bytes,
-    damaged_json,
-    damaged_lines,
-    dumped,
-    linked_copy,
-    put,
-)
+from support.mutating import damaged_bytes, damaged_json, damaged_lines, dumped, linked_copy, put
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.config.tree import Config

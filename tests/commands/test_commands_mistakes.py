@@ -226,10 +226,7 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("nowhere/run", 2, "nowhere/run: expected a run's folder"),
         ("RUN --seconds nan", 2, "--seconds: expected a finite number, found nan"),
     ],
-    "verify": [
-        ("nowhere", 2, "nowhere: expected a run's folder"),
-        ("RUN --samples few", 2, "--samples"),
-    ],
+    "verify": [("nowhere", 2, "nowhere: expected a run's folder"), ("RUN --samples few", 2, "--samples")],
 }
 """Command -> what is typed after its first words, the exit code, and a part of the line."""
 

@@ -66,10 +66,14 @@ def _quick_fit(points: tuple[Point, ...]) -> Fit:
     return fit_law(list(points), samples=4)
 
 
-def test_flops_become_a_configuration(folder, capsys):
+def test_flops_become_a_configuration(folder, capsys, monkeypatch):
     """Sizes of half and twice the parameters are shown beside the best."""
+    memory = psutil.virtual_memory()._replace(total=10**6)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     assert plan(folder, "--flops", "3e14", "--world-size", "2") == 0
     text = capsys.readouterr().out
+    (warning,) = [line for line in text.splitlines() if "a step is estimated" in line]
+    assert "in each of 2 processes, the machine has 976.6 KiB" in warning
     assert text.startswith("plan for 3e+14 FLOPs on 2 processes here, by 12 points of 4 sizes")
     assert "in 90% of runs" in text
     config = load_config(["--config", str(folder / "night.yaml")], world_size=2)
@@ -163,15 +167,6 @@ def test_an_unfinished_ladder_is_used_and_named(folder, capsys):
         assert "points.jsonl:1: loss: expected a finite number, found nan" in line
     finally:
         points.write_text(whole)
-
-
-def test_a_run_that_needs_more_memory_than_there_is_is_warned_of(folder, capsys, monkeypatch):
-    memory = psutil.virtual_memory()._replace(total=10**6)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    assert plan(folder, "--flops", "3e14", "--world-size", "2") == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "a step is estimated" in line]
-    assert len(lines) == 1
-    assert "in each of 2 processes, the machine has 976.6 KiB" in lines[0]
 
 
 @pytest.mark.slow

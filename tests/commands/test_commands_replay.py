@@ -247,8 +247,7 @@ EXACT = ("data/batch_sha256", "train/learning_rate", "train/tokens")
 
 
 @pytest.mark.parametrize(
-    ("key", "device"),
-    [*((key, None) for key in COLUMNS), *((key, "another processor") for key in EXACT)],
+    ("key", "device"), [*((key, None) for key in COLUMNS), *((key, "another processor") for key in EXACT)]
 )
 def test_anything_of_a_row_that_is_changed_is_found(key, device, run, honest):
     def change(row: dict[str, Any]) -> None:

@@ -30,13 +30,10 @@ def run(tmp_path) -> Path:
     return make_run(tmp_path / "run", [training_row(1), training_row(2)])
 
 
-def test_report_writes_the_page_into_the_run(run, capsys):
+def test_report_writes_the_page_of_a_run_or_of_several(run, tmp_path, capsys):
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
     assert "<title>run – training report</title>" in (run / "report.html").read_text()
-
-
-def test_report_of_several_runs_is_one_page(run, tmp_path):
     page = tmp_path / "new" / "both.html"
     assert main(["report", str(run), str(run), "--output", str(page)]) == 0
     assert "<title>2 runs – training report</title>" in page.read_text()

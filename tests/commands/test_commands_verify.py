@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.corpora import make_store
+from support.forked_replay import rewrite_checkpoint, rewrite_rows
 from support.launching import train_tiny
 
 import train_pretrain
 from llm_pretrain.__main__ import main
 from llm_pretrain.audit import checkpoint_checks as checkpoint_checks
-from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_manifest
 from llm_pretrain.data.sample_order import SampleOrder
 
 SHORT = ("--training.sequence_length", "32", "--evaluation.max_batches", "1", "--schedule.warmup_steps", "2")
@@ -70,34 +70,14 @@ def test_a_whole_run_passes_every_check(whole, capsys):
 # --- one damage each ---------------------------------------------------------------------------------
 
 
-def rewrite_row(run: Path, step: int, change: Callable[[dict], None]) -> None:
-    file = run / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows:
-        if row["step"] == step and "train/loss" in row:
-            change(row)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def rewrite_row(run: Path, step: int, change: Callable[[dict], object]) -> None:
+    rewrite_rows(run, lambda row: change(row) if row["step"] == step and "train/loss" in row else None)
 
 
 def rewrite_json(file: Path, change: Callable[[dict], None]) -> None:
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content))
-
-
-def rewrite_tensors(run: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change the last checkpoint's tensors and let its manifest vouch for the new file."""
-    folder = run / "checkpoints" / "step-00000012"
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-    described = {
-        name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        for name, tensor in tensors.items()
-    }
-    manifest = read_manifest(folder)
-    write_manifest(folder, replace(manifest, tensors=described, files={file.name: file_digest(file)}))
 
 
 Damage = Callable[[Path], object]
@@ -118,7 +98,7 @@ def json_file(name: str, changes: dict) -> Damage:
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     """Other tensors in the last checkpoint."""
-    return lambda run: rewrite_tensors(run, change)
+    return lambda run: rewrite_checkpoint(run, 12, change)
 
 
 def setting(old: str, new: str) -> Damage:
@@ -175,7 +155,7 @@ def half_a_line(run: Path) -> None:
 
 
 def other_value_without_digest(run: Path) -> None:
-    rewrite_tensors(run, lambda each: each[NORM].add_(0.1))
+    rewrite_checkpoint(run, 12, lambda each: each[NORM].add_(0.1))
     rewrite_row(run, 12, lambda content: content.pop("train/parameters_sha256"))
 
 

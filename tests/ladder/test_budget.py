@@ -119,9 +119,7 @@ def test_every_budget_from_the_least_on_has_a_ladder(unique_tokens):
 def test_a_budget_that_is_huge_for_its_store_is_not_spent(monkeypatch):
     counted = list[int]()
     monkeypatch.setattr(
-        family,
-        "count_parameters",
-        lambda model: counted.append(model.hidden_size) or count_parameters(model),
+        family, "count_parameters", lambda model: counted.append(model.hidden_size) or count_parameters(model)
     )
     base = preset("ladder")
     for flops in (1e18, 1e27):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import DRAWN, OVERLAPS, PLOTS, chromium, opened
 from support.ladders import LAW, make_ladder
 from support.pages import Page
 
@@ -37,10 +36,9 @@ def few_samples() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def short_plotly(request, monkeypatch) -> None:
-    """A page without the 5 MB of plotly's script, but for the browser."""
-    if request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "/* plotly */")
+def short_plotly(monkeypatch) -> None:
+    """A page without the 5 MB of plotly's script."""
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "/* plotly */")
 
 
 @pytest.fixture(scope="module")
@@ -195,44 +193,3 @@ def test_the_command_report_recognises_a_ladder(tmp_path, capsys):
     assert main(["report", str(folder), str(folder)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "expected runs or one ladder alone, found a ladder beside others" in line
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory) -> Path:
-    """A ladder of many sizes with noise and a long name."""
-    chromium()
-    sizes = (32, 48, 64, 80, 96, 128, 160, 192)
-    folder = tmp_path_factory.mktemp("browser") / ("a-long-name-" * 8)
-    return write_ladder_report(make_ladder(folder, sizes=sizes, noise=0.01).folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
-def test_a_ladders_page_is_drawn_without_errors_requests_or_overflow(page, tmp_path, width, dark):
-    with opened(page, tmp_path / "profile", width=width, dark=dark) as (window, seen):
-        plots = window.evaluate(PLOTS)
-        assert len(plots) == 2
-        assert [entry for entry in plots if entry[2] != 0] == []
-        assert all(entry[1] > 0 for entry in plots)
-        assert window.evaluate("document.querySelectorAll('#sizes .points path').length") == 4
-        assert window.evaluate(OVERLAPS) == []
-        assert window.evaluate(LABELS) == []
-        assert window.evaluate("document.documentElement.scrollWidth") == width
-        window.emulate_media(color_scheme="light" if dark else "dark")
-        window.set_viewport_size({"width": 400 if width == 1280 else 1280, "height": 900})
-        window.wait_for_function(f"{DRAWN} && ({PLOTS})().every(entry => !entry[2])")
-        assert seen.messages == []
-        assert seen.requests == [page.as_uri()]
-
-
-LABELS = """() => {
-    const found = [];
-    for (const plot of document.querySelectorAll('.plot')) {
-        const [title] = plot.querySelectorAll('.xtitle'), [legend] = plot.querySelectorAll('.legend');
-        const [a, b, room] = [title, legend, plot].map(each => each.getBoundingClientRect());
-        if (a.bottom > b.top + 1 || a.left < room.left || a.right > room.right) found.push(plot.id);
-        if (b.bottom > room.bottom + 1 || b.right > room.right + 1) found.push(plot.id + ' legend');
-    }
-    return found;
-}"""
-"""Charts whose horizontal title or legend is cut off, or that overlap."""

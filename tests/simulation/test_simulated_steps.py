@@ -49,11 +49,7 @@ def config(model: dict[str, Any], world_size: int, micro_batches: int = 1, **dis
     training |= {"experts_implementation": "reference", "loss_implementation": "full"}
     distributed = {"strategy": "fsdp", "cpu_threads": 1} | distributed
     return from_dict(
-        {
-            "model": model | {"tie_word_embeddings": False},
-            "training": training,
-            "distributed": distributed,
-        }
+        {"model": model | {"tie_word_embeddings": False}, "training": training, "distributed": distributed}
     )
 
 

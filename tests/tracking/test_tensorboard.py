@@ -111,9 +111,7 @@ def test_without_the_package_the_configuration_is_refused(monkeypatch):
     from llm_pretrain.config import tree
 
     monkeypatch.setattr(
-        tree,
-        "find_spec",
-        lambda name: None if name == "tensorboard" else importlib.util.find_spec(name),
+        tree, "find_spec", lambda name: None if name == "tensorboard" else importlib.util.find_spec(name)
     )
     problems = [line for line in validate(config(), needs_data=False) if line.startswith("logging.")]
     assert len(problems) == 1
