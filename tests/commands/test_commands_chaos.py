@@ -143,8 +143,6 @@ WEIGHTS = "weights/step-00000004"
 
 
 def changed_bytes(name: str, change: Callable[[bytearray], bytearray]) -> Damage:
-    """The bytes of the safetensors file in a folder."""
-
     def damage(run: Path) -> None:
         (file,) = (run / name).glob("*.safetensors")
         file.write_bytes(change(bytearray(file.read_bytes())))

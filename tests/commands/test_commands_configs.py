@@ -31,7 +31,6 @@ def imported(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
-    """The one line of an error."""
     assert main(["configs", *arguments]) == code
     (line,) = capsys.readouterr().err.strip().splitlines()
     return line

@@ -126,7 +126,6 @@ def run(plain_store, tmp_path_factory) -> Path:
 
 
 def damaged(run: Path, name: str) -> st.SearchStrategy[bytes]:
-    """Contents of a damaged file of the run."""
     content = (run / name).read_bytes()
     if name.endswith(".jsonl"):
         return damaged_lines(content)

@@ -29,7 +29,6 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 def weights(folder: Path, vocab_size: int, positions: int, bos: int | None, eos: int | None) -> Path:
-    """A small random model in `folder`."""
     config = ModelConfig(
         **{"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": positions},

@@ -53,21 +53,22 @@ def test_counts_lengths_and_masks_are_the_documents_own(store):
         assert sum(row["documents"] for row in split["histogram"]) == len(lengths)
 
 
-def test_efficiency_is_what_the_packings_leave(tmp_path):
+def test_efficiency_is_what_the_packings_leave(tmp_path, capsys):
     """Four documents of 31 targets in sequences of 40: 4 x 31 places, in 4, ceil(124 / 40) or 4 sequences."""
     corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": f"{i}" + "x" * 29} for i in range(4)])
     tokenizer = make_tokenizer(tmp_path / "t")
     store = prepare_store(
         Preparation([str(corpus)], tokenizer, tmp_path / "s", workers=1, validation_fraction=0)
     )
-    packing = inspect_store(store, 40)["splits"]["train"]["packing"]
-    assert packing["best_fit"] == {"sequences": 4, "efficiency": pytest.approx(124 / 160)}
-    assert packing["concat"] == {"sequences": 4, "efficiency": pytest.approx(124 / 160)}
-    assert packing["pad"] == {"sequences": 4, "efficiency": pytest.approx(124 / 160)}
-    packing = inspect_store(store, 62)["splits"]["train"]["packing"]
-    assert packing["best_fit"] == {"sequences": 2, "efficiency": 1.0}
-    assert packing["concat"] == {"sequences": 2, "efficiency": 1.0}
-    assert packing["pad"] == {"sequences": 4, "efficiency": 0.5}
+    for length, expected in (
+        (40, {"best_fit": (4, 124 / 160), "concat": (4, 124 / 160), "pad": (4, 124 / 160)}),
+        (62, {"best_fit": (2, 1.0), "concat": (2, 1.0), "pad": (4, 0.5)}),
+    ):
+        packing = inspect_store(store, length)["splits"]["train"]["packing"]
+        found = {name: (facts["sequences"], facts["efficiency"]) for name, facts in packing.items()}
+        assert found == {name: pytest.approx(value) for name, value in expected.items()}
+    assert main(["inspect", str(store.path), "--samples", "1", "--split", "validation"]) == 0
+    assert "validation 0 documents, 0 tokens\n" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +80,20 @@ def prompts(tmp_path_factory) -> TokenStore:
     return prepare_store(Preparation([str(corpus)], make_tokenizer(folder / "t"), folder / "s", workers=1))
 
 
-def test_samples_show_masked_tokens_and_no_control_characters(prompts, capsys):
+def test_samples_show_masked_tokens_and_no_control_characters(prompts, capsys, monkeypatch):
     assert main(["inspect", str(prompts.path), "--samples", "3", "--seed", "1"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("⟦") == 3
     assert printed.count("你␛[2J⟧好 ") == 3
     assert "\x1b" not in printed
     assert "left out   1 × empty document" in printed
+    for name, value in (("FORCE_COLOR", "1"), ("NO_COLOR", None), ("TERM", "xterm-256color")):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    assert main(["inspect", str(prompts.path), "--samples", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "⟦" not in printed, "a terminal gets colours instead"
+    assert "\x1b[2;36m" in printed
+    assert "\x1b[2J" not in printed
 
 
 def test_names_in_a_store_do_not_steer_the_terminal(prompts, tmp_path, capsys):
@@ -112,17 +120,6 @@ def test_samples_are_chosen_by_their_seed_and_say_what_is_stored(prompts):
     assert sorted(every) == list(range(prompts.split("train").documents)), "each once"
 
 
-def test_a_terminal_gets_colours_instead_of_brackets(prompts, capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    assert main(["inspect", str(prompts.path), "--samples", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "⟦" not in printed
-    assert "\x1b[2;36m" in printed
-    assert "\x1b[2J" not in printed
-
-
 def test_json_is_for_programs(store, capsys):
     command = ["inspect", str(store.path), "--json", "--samples", "2", "--verify", "--sequence_length", "100"]
     assert main(command) == 0
@@ -133,12 +130,6 @@ def test_json_is_for_programs(store, capsys):
     assert [sample["split"] for sample in found["samples"]] == ["train", "train"]
     assert found["tokenizer"]["special_tokens"] == {"<s>": 256, "</s>": 257, "<pad>": 258}
     assert found["inputs"] == ["store-corpus.jsonl"]
-
-
-def test_a_split_without_documents_is_shown(tmp_path, capsys):
-    store = make_store(tmp_path / "store", documents=3, validation_fraction=0)
-    assert main(["inspect", str(store.path), "--samples", "1", "--split", "validation"]) == 0
-    assert "validation 0 documents, 0 tokens\n" in capsys.readouterr().out
 
 
 def copy_as_large(store: TokenStore, folder: Path, patch: pytest.MonkeyPatch) -> Path:

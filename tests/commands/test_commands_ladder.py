@@ -167,19 +167,6 @@ def test_another_ladder_in_the_folder_is_refused(finished, plain_store, changed_
         assert "choose another --output" in error
 
 
-@pytest.mark.slow
-def test_a_time_is_measured_before_it_is_planned(plain_store, tmp_path):
-    folder = tmp_path / "ladder"
-    done = subprocess.run(
-        command(plain_store, folder, "--budget", "60s"),
-        env=environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "measuring the speed of hidden size" in done.stdout
-    assert read_ladder(folder).budget == "60s"
-    assert not (folder / ".measuring").exists()
-
-
 def test_no_size_continues_the_run_that_the_base_continued(plain_store, tmp_path, monkeypatch):
     bases = list[Config]()
 

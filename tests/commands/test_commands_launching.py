@@ -41,14 +41,9 @@ def test_a_folder_with_files_is_rejected_and_default_names_are_numbered(tmp_path
         folder.mkdir(parents=True)
         names.append(folder.name)
     assert names == ["parity-name", "parity-name-2", "parity-name-3"]
-
-
-def test_an_output_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    plan: Any = SimpleNamespace(output=tmp_path / "file" / "parity")
-    arguments: Any = SimpleNamespace(output=str(plan.output))
+    plan: Any = SimpleNamespace(output=tmp_path / "mine" / "file" / "parity")
     with pytest.raises(OutputError, match="file/parity: expected a folder that can be made"):
-        create_output(plan, arguments, Machine(cores=2, gpus=0))
+        create_output(plan, plan, Machine(cores=2, gpus=0))
 
 
 def test_accelerates_settings_start_the_requested_number_of_processes():
@@ -210,7 +205,6 @@ def test_an_exception_ends_every_job_and_lets_it_save_where_asked(tmp_path):
 
 
 def test_jobs_run_concurrently_where_their_processes_fit(tmp_path, monkeypatch):
-    """Never more processes than cores, and every job runs."""
     started: list[Job] = []
     most = 0
 
@@ -219,17 +213,15 @@ def test_jobs_run_concurrently_where_their_processes_fit(tmp_path, monkeypatch):
 
         def __init__(self, job: Job, *_: Any):
             nonlocal most
-            self.job, self.polls = job, 0
+            self.job, self.codes = job, iter([None, 0])
             started.append(job)
             Fake.running += job.world_size
             most = max(most, Fake.running)
 
         def poll(self) -> int | None:
-            self.polls += 1
-            if self.polls < 2:
-                return None
-            Fake.running -= self.job.world_size
-            return 0
+            code = next(self.codes)
+            Fake.running -= self.job.world_size * (code == 0)
+            return code
 
         def __enter__(self) -> Fake:
             return self

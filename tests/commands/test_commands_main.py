@@ -178,24 +178,16 @@ def test_a_reader_that_has_left_is_no_error():
     assert (done.returncode, done.stderr) == (7, b"")
 
 
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        ("prepare", "input"),
-        ("tokenizer", "input"),
-        ("convert", "input"),
-        ("evaluate", "input"),
-        ("evaluate", "store"),
-    ],
-)
-def test_what_an_option_names_twice_is_taken_twice(command, option):
+@pytest.mark.parametrize("command", ["prepare", "tokenizer", "convert", "evaluate"])
+def test_what_an_option_names_twice_is_taken_twice(command):
     parser = argparse.ArgumentParser()
     importlib.import_module(f"llm_pretrain.commands.{command}").add_arguments(parser)
     for action in parser._actions:
         action.required = False
-    source = ["run"] if command == "evaluate" else []
-    read = parser.parse_args([*source, f"--{option}", "a", "b", f"--{option}", "c"])
-    assert getattr(read, option) == ["a", "b", "c"]
+    names = ("input", "store") if command == "evaluate" else ("input",)
+    for name in names:
+        read = parser.parse_args(["run"] * (len(names) - 1) + [f"--{name}", "a", "b", f"--{name}", "c"])
+        assert getattr(read, name) == ["a", "b", "c"]
 
 
 def test_a_file_on_a_read_only_file_system_is_named(tmp_path, monkeypatch):

@@ -510,7 +510,6 @@ def test_an_attempt_that_does_not_begin_after_its_checkpoint_is_a_violation(tmp_
 
 
 def test_two_folders_are_compared_by_the_rows_that_they_have(tmp_path):
-    """As from a notebook: without a plan, with a row every other step."""
     sparse = {step: row for step, row in rows().items() if step % 2 == 0}
     make_run(tmp_path / "left", [*sparse.values(), {"step": 5, "time": 1.0, "eval/loss": 2.0}])
     for name, changes, verdict in (

@@ -62,7 +62,6 @@ def run(honest, tmp_path) -> Path:
 
 
 def plan_of(run: Path, *options: str) -> ReplayPlan:
-    """The plan of a call on two cores."""
     parser = argparse.ArgumentParser()
     replay.add_arguments(parser)
     return make_plan(parser.parse_args([str(run), *options]), Machine(0, 2))
@@ -334,7 +333,6 @@ def test_a_damaged_checkpoint_is_found(run, honest):
 
 
 def nearly(row: dict[str, Any]) -> None:
-    """Change a loss by less than its bound."""
     if "train/loss" in row:
         row["train/loss"] *= 1 + 3e-7
 
@@ -449,7 +447,6 @@ def test_a_run_that_finishes_after_a_replay_found_a_difference_says_so(plain_sto
 
 
 def found(result: dict[str, Any]) -> list[tuple[str, int | None, str | None]]:
-    """Verdict, first step and column of each segment."""
     return [
         (
             each["verdict"],
@@ -493,7 +490,6 @@ def test_a_changed_row_and_a_changed_checkpoint_are_told_apart(run, tmp_path, ca
 
 
 def twice(step: Callable[..., Any], number: int, engine: Any, given: Any) -> None:
-    """The optimizer is applied twice with the same batch."""
     step(engine, given)
     if 5 <= number <= 8:
         step(engine, Step.begin(given.micro_batches, engine, given.decide))

@@ -27,7 +27,6 @@ SHORT = ("--training.sequence_length", "32", "--evaluation.max_batches", "1", "-
 
 
 def verify(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, dict]]:
-    """Exit code, and the outcomes by name."""
     capsys.readouterr()
     code = main(["verify", str(folder), "--json", *options])
     printed = json.loads(capsys.readouterr().out)
@@ -50,7 +49,6 @@ def whole(masked_store, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(whole, tmp_path) -> Path:
-    """A copy to damage."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
@@ -86,24 +84,19 @@ NORM = "model.norm.weight"
 
 
 def row(step: int, change: dict | Callable[[dict], object]) -> Damage:
-    """Other values in the training row of a step."""
     function = change if callable(change) else lambda content: content.update(change)
     return lambda run: rewrite_row(run, step, function)
 
 
 def json_file(name: str, changes: dict) -> Damage:
-    """Other values in a JSON file of the run."""
     return lambda run: rewrite_json(run / name, lambda content: content.update(changes))
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
-    """Other tensors in the last checkpoint."""
     return lambda run: rewrite_checkpoint(run, 12, change)
 
 
 def setting(old: str, new: str) -> Damage:
-    """Another text in config.yaml."""
-
     def replace_setting(run: Path) -> None:
         text = (run / "config.yaml").read_text()
         assert text.count(old) == 1
@@ -289,8 +282,6 @@ def without_rows(change: Damage) -> Damage:
 
 
 def first_attempt(section: str, changes: dict[str, Any]) -> Damage:
-    """Other settings on record."""
-
     def change(run: Path) -> None:
         row = json.loads((run / "attempts.jsonl").read_text())
         row["config"][section] |= changes
@@ -347,10 +338,7 @@ def test_a_damage_fails_its_checks_and_no_other(damage, run, capsys):
 
 
 def test_a_killed_run_that_fell_back_and_changed_its_settings(masked_store, tmp_path, monkeypatch, capsys):
-    """Rows every 3 steps, a step skipped between them, a kill, and on from the checkpoint of step 5.
-
-    The rows that the first attempt wrote after that step are lost work, and not looked at.
-    """
+    """Rows every 3 steps, a step skipped between them; rows of the first attempt after step 5 are lost."""
     forward = train_pretrain.TorchrunEngine.forward
 
     def poisoned(self, batch):

@@ -29,7 +29,6 @@ NASTY = "<script>alert(1)<"
 
 @pytest.fixture(scope="module", autouse=True)
 def few_samples() -> Iterator[None]:
-    """Quick fits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report_module, "Forecast", functools.partial(Forecast, samples=8))
         yield
@@ -43,13 +42,11 @@ def short_plotly(monkeypatch) -> None:
 
 @pytest.fixture(scope="module")
 def ladder(tmp_path_factory) -> Ladder:
-    """Finished, with the losses of a law."""
     return make_ladder(tmp_path_factory.mktemp("finished") / "ladder")
 
 
 @pytest.fixture(scope="module")
 def finished(ladder) -> Page:
-    """Its page."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("plotly.offline.get_plotlyjs", lambda: "/* plotly */")
         return page_of(ladder)

@@ -138,7 +138,6 @@ def ladder(tmp_path) -> Ladder:
 
 
 def changed(ladder: Ladder, **factors: float) -> Ladder:
-    """With fields of all points times factors."""
     points = tuple(
         dataclasses.replace(point, **{name: getattr(point, name) * by for name, by in factors.items()})
         for point in ladder.points

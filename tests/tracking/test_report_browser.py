@@ -42,7 +42,6 @@ def run_report(folder: Path) -> Path:
 
 
 def ladder_report(folder: Path) -> Path:
-    """A ladder of many sizes with noise."""
     sizes = (32, 48, 64, 80, 96, 128, 160, 192)
     return write_ladder_report(make_ladder(folder, sizes=sizes, noise=0.01).folder)
 

@@ -24,7 +24,6 @@ def config(**more: Any) -> Config:
 
 
 def scalars(run: Path) -> dict[str, dict[int, float]]:
-    """Values by key and step, as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})

@@ -22,7 +22,6 @@ def terminal(width: int = 80, *, live: bool = False) -> Console:
 
 
 def frame_of(*paths: Path, width: int = 80) -> str:
-    """The table of the runs."""
     console = terminal(width)
     watch_runs(list(paths), once=True, console=console)
     return output(console)
@@ -100,7 +99,6 @@ def test_it_follows_a_run_from_before_its_start_to_its_end(tmp_path):
     run, seen, console = tmp_path / "run", [], terminal(live=True)
 
     def change_run(_: float) -> None:
-        """What happens to the run between two frames."""
         seen.append(len(seen))
         if len(seen) == 1:
             run.mkdir()

@@ -44,8 +44,6 @@ class FakeRun:
 
 
 class FakeWandb(SimpleNamespace):
-    """Replaces the module and records its calls."""
-
     def __init__(self):
         super().__init__(metrics=[], rows=[], exit_codes=[], inits=[], broken=False, attempts=0)
         self.fails_in: tuple[str, ...] = ()
