@@ -38,23 +38,6 @@ def test_usage_lists_every_command(capsys):
     assert "expected a command" in capsys.readouterr().err
 
 
-def test_own_files_become_a_tokenizer_and_a_store(tmp_path, capsys):
-    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
-    texts = [" ".join(words[k % 5 :] + words[: k % 5] + [str(k)]) for k in range(200)]
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in texts])
-    (tmp_path / "notes.txt").write_text("notes in a text file\n")
-    inputs = ["--input", str(corpus), str(tmp_path / "notes.txt")]
-    folder, store = str(tmp_path / "tokenizer"), str(tmp_path / "store")
-    assert main(["tokenizer", *inputs, "--vocab_size", "300", "--output", folder]) == 0
-    assert "bytes per token" in capsys.readouterr().out
-    assert main(["prepare", *inputs, "--tokenizer", folder, "--output", store]) == 0
-    output = capsys.readouterr().out
-    assert "train " in output
-    assert "zlib -9" in output
-    assert main(["prepare", *inputs, "--tokenizer", folder, "--output", store]) == 65
-    assert main(["prepare", *inputs, "--tokenizer", folder, "--output", store, "--overwrite"]) == 0
-
-
 @pytest.mark.parametrize("field", ["a\nb", "\x1b[31m", "\x9b2J", "\u202e", "\u2028"])
 def test_what_a_file_says_neither_breaks_a_line_nor_steers_the_terminal(tmp_path, capsys, field):
     corpus = write_jsonl(tmp_path / f"c{field}.jsonl", [{field: 1}])

@@ -230,82 +230,110 @@ def compare(run: Path, replayed: Path, number: int = 1, **environment: Any) -> S
     return compare_segment(segment, rows, plan.rows(segment), replayed, [then | environment])
 
 
-def test_a_run_is_identical_with_itself_but_for_times(run, honest):
-    rewrite_rows(run, lambda row: row.update({"time": 0.0, "perf/step_seconds": 9.0}))
-    result = compare(run, honest)
-    assert (result.verdict, result.rows, result.first, result.tensors) == ("identical", 4, None, [])
-    assert result.compared
-    assert result.compared > 50
+Change = Callable[[Path], object]
 
 
-COLUMNS = ("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens", "train/loss_tokens")
-COLUMNS += ("train/aux_loss", "moe/layer_1/load_max", "eval/loss")
-COLUMNS += ("data/batch_sha256", "train/skipped", "moe/load")
-EXACT = ("data/batch_sha256", "train/learning_rate", "train/tokens")
-"""On other hardware too."""
+def rows_changed(change: Callable[[dict[str, Any]], object], step: int | None = None) -> Change:
+    """Of a step, or all rows of training."""
+
+    def is_meant(row: dict[str, Any]) -> bool:
+        return "train/loss" in row and step in (None, row["step"])
+
+    return lambda run: rewrite_rows(run, lambda row: change(row) if is_meant(row) else None)
 
 
-@pytest.mark.parametrize(
-    ("key", "device"), [*((key, None) for key in COLUMNS), *((key, "another processor") for key in EXACT)]
-)
-def test_anything_of_a_row_that_is_changed_is_found(key, device, run, honest):
+def other_value(key: str) -> Change:
     def change(row: dict[str, Any]) -> None:
-        if row["step"] == 6:
-            row[key] = row[key] + 1 if isinstance(row[key], float | int) else "other"
+        row[key] = row[key] + 1 if isinstance(row[key], float | int) else "other"
 
-    rewrite_rows(run, change)
-    environment = {"device": device} if device else {}
-    result = compare(run, honest, **environment)
-    assert result.verdict == "differs"
-    assert result.other_rows == ([] if device else [6])
-    assert result.first is not None
-    assert (result.first.step, result.first.key) == (6, key)
-    assert not result.tensors
+    return rows_changed(change, 6)
 
 
-def test_a_missing_row_is_found(run, honest):
+def loss_times(factor: float, step: int | None = None) -> Change:
+    return rows_changed(lambda row: row.update({"train/loss": row["train/loss"] * factor}), step)
+
+
+def without_row(run: Path) -> None:
     file = run / "metrics.jsonl"
     rows = [line for line in file.read_text().splitlines(keepends=True) if json.loads(line)["step"] != 7]
     file.write_text("".join(rows))
-    result = compare(run, honest)
-    assert result.first is not None
-    assert (result.first.step, result.first.key, result.verdict) == (7, "row", "differs")
 
 
-@pytest.mark.parametrize("name", [GATE, MOMENT])
-def test_an_element_that_is_changed_is_named_and_counted(name, run, honest):
+def element(name: str) -> Change:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name].view(-1)[3] += 0.25
 
-    rewrite_checkpoint(run, 8, change)
-    result = compare(run, honest)
-    assert (result.verdict, result.first) == ("differs", None)
-    (found,) = result.tensors
-    assert found.key == name
-    text = render([result])
-    assert f"checkpoint of step 8: 1 of {result.compared} tensors differ" in text
-    assert f"{name}: 1 of 1,024 elements, at most 0.25 apart" in text
+    return lambda run: rewrite_checkpoint(run, 8, change)
+
+
+def manifest_numbers(run: Path) -> None:
+    folder = run / "checkpoints" / "step-00000008"
+    manifest = read_manifest(folder)
+    name = next(iter(manifest.scalars))
+    scalars = manifest.scalars | {name: manifest.scalars[name] | {"value": 99}}
+    write_manifest(folder, replace(manifest, scalars=scalars, run=replace(manifest.run, tokens_seen=1)))
+
+
+def cut_checkpoint(run: Path) -> None:
+    (file,) = (run / "checkpoints" / "step-00000008").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+COLUMNS = ("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens", "train/loss_tokens")
+COLUMNS += ("train/aux_loss", "moe/layer_1/load_max", "eval/loss", "data/batch_sha256", "train/skipped")
+COLUMNS += ("moe/load",)
+EXACT = ("data/batch_sha256", "train/learning_rate", "train/tokens")
+"""On other hardware too."""
+NEARLY = 1 + 3e-7
+OTHER_TIMES = rows_changed(lambda row: row.update({"time": 0.0, "perf/step_seconds": 9.0}))
+Found = tuple[Change, bool, str, tuple[int, str] | None, str]
+CHANGES: dict[str, Found] = {
+    "times": (OTHER_TIMES, False, "identical", None, ""),
+    **{f"{key} of a step": (other_value(key), False, "differs", (6, key), key) for key in COLUMNS},
+    "a row is missing": (without_row, False, "differs", (7, "row"), "step 7 row"),
+    **{
+        f"an element of {name}": (
+            *(element(name), False, "differs", None),
+            f"{name}: 1 of 1,024 elements, at most 0.25 apart",
+        )
+        for name in (GATE, MOMENT)
+    },
+    "numbers of the manifest": (manifest_numbers, False, "differs", None, "tokens_seen"),
+    "a damaged checkpoint": (cut_checkpoint, False, "differs", None, "is damaged"),
+    "a loss by less than its bound": (loss_times(NEARLY), False, "differs", (5, "train/loss"), ""),
+    "nothing, on other hardware": (OTHER_TIMES, True, "identical", None, ""),
+    "a loss by less than its bound, on other hardware": (loss_times(NEARLY), True, "within bound", None, ""),
+    "a loss by more, on other hardware": (loss_times(1 + 3e-5, 7), True, "differs", (7, "train/loss"), ""),
+    **{f"{key}, on other hardware": (other_value(key), True, "differs", (6, key), "") for key in EXACT},
+    "another checkpoint, on other hardware": (
+        lambda run: rewrite_checkpoint(run, 8, lambda tensors: tensors[GATE].add_(1e-2)),
+        *(True, "differs", (8, "parameters"), ""),
+    ),
+}
+"""What changes -> how, whether the hardware is another, the verdict, the first difference, what is said."""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_is_found_and_told_from_rounding(name, run, honest):
+    change, is_elsewhere, verdict, first, said = CHANGES[name]
+    change(run)
+    result = compare(run, honest, **({"device": "another processor"} if is_elsewhere else {}))
+    assert (result.verdict, result.rows) == (verdict, 3 if name == "a row is missing" else 4)
+    assert (result.first and (result.first.step, result.first.key)) == first
+    assert said in render([result])
+    assert result.compared is None or result.compared > 50
+    assert len(result.tensors) == name.startswith("an element")
+    if verdict == "within bound":
+        assert 0 < result.largest["train/loss"] < 1e-6
+        assert "device was" in result.note
 
 
 def test_the_sign_of_zero_and_a_nan_are_differences():
     zero = torch.zeros(2)
     assert not tensor_difference(zero, zero.clone())
-    signed = tensor_difference(zero, torch.tensor([0.0, -0.0]))
-    assert signed == "1 of 2 elements, at most 0 apart"
-    nan = tensor_difference(zero, torch.tensor([0.0, torch.nan]))
-    assert nan == "1 of 2 elements, at most inf apart"
-
-
-def test_numbers_of_the_manifest_are_compared(run, honest):
-    folder = run / "checkpoints" / "step-00000008"
-    manifest = read_manifest(folder)
-    name = next(iter(manifest.scalars))
-    scalars = manifest.scalars | {name: manifest.scalars[name] | {"value": 99}}
-    facts = replace(manifest.run, tokens_seen=1)
-    write_manifest(folder, replace(manifest, scalars=scalars, run=facts))
-    result = compare(run, honest)
-    assert result.verdict == "differs"
-    assert [each.key for each in result.facts] == [f"scalars.{name}", "tokens_seen"]
+    for other, apart in ((-0.0, "0"), (torch.nan, "inf")):
+        found = tensor_difference(zero, torch.tensor([0.0, other]))
+        assert found == f"1 of 2 elements, at most {apart} apart"
 
 
 def test_an_evaluation_that_a_stop_signal_ended_is_not_missed(run, honest):
@@ -324,24 +352,11 @@ def test_an_evaluation_that_a_stop_signal_ended_is_not_missed(run, honest):
     assert compare(run, honest, number=2).verdict == "identical"
 
 
-def test_a_damaged_checkpoint_is_found(run, honest):
-    (file,) = (run / "checkpoints" / "step-00000008").glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-1])
-    result = compare(run, honest)
-    assert result.verdict == "differs"
-    assert "is damaged" in result.facts[0].text
-
-
-def nearly(row: dict[str, Any]) -> None:
-    if "train/loss" in row:
-        row["train/loss"] *= 1 + 3e-7
-
-
 @pytest.mark.parametrize("environment", [{}, {"device": "another processor"}])
 def test_a_checkpoint_deleted_meanwhile_is_not_compared(environment, run, honest, tmp_path):
     """Neither identical nor a difference, also where rows differ within their bound."""
     if environment:
-        rewrite_rows(run, nearly)
+        loss_times(NEARLY)(run)
     plan = plan_of(run)
     segment = plan.segments[1]
     (run / "checkpoints" / "step-00000008").rename(tmp_path / "elsewhere")
@@ -359,29 +374,6 @@ def test_a_source_deleted_meanwhile_is_not_replayed(run, tmp_path):
     result = replay.replay_segment(plan, plan.segments[1], CONTEXT)
     assert result.verdict == "not replayed"
     assert "was deleted meanwhile" in result.note
-
-
-def test_on_other_hardware_bounds_apply_and_samples_are_exact(run, honest):
-    other = {"device": "another processor"}
-    assert compare(run, honest, **other).verdict == "identical"
-    rewrite_rows(run, nearly)
-    assert compare(run, honest).verdict == "differs"
-    result = compare(run, honest, **other)
-    assert result.verdict == "within bound"
-    assert 0 < result.largest["train/loss"] < 1e-6
-    assert "device was" in result.note
-    rewrite_rows(run, lambda row: row.update({"train/loss": row["train/loss"] * (1 + 3e-5)})
-                 if row["step"] == 7 else None)  # fmt: skip
-    far = compare(run, honest, **other)
-    assert far.first is not None
-    assert (far.verdict, far.first.step, far.first.key) == ("differs", 7, "train/loss")
-
-
-def test_another_checkpoint_is_beyond_its_bound_on_other_hardware(run, honest):
-    rewrite_checkpoint(run, 8, lambda tensors: tensors[GATE].add_(1e-2))
-    result = compare(run, honest, device="another processor")
-    assert result.first is not None
-    assert (result.verdict, result.first.key) == ("differs", "parameters")
 
 
 def test_why_bits_are_not_promised(run):
@@ -504,21 +496,9 @@ def not_at_all(step: Callable[..., Any], number: int, engine: Any, given: Any) -
         return step(engine, given)
 
 
-def other_data(step: Callable[..., Any], number: int, engine: Any, given: Any) -> None:
-    """Step 5 takes step 4's sequences."""
-    if number == 4:
-        engine.kept = list(given.micro_batches)
-    if number == 5:
-        other = Step.begin(engine.kept, engine, given.decide)
-        given.micro_batches, given.digest = other.micro_batches, other.digest
-        given.num_loss_tokens = other.num_loss_tokens
-    step(engine, given)
-
-
 MISTAKES = {
     "applied twice": (twice, 6, "train/loss"),
     "not done": (not_at_all, 6, "train/loss"),
-    "other data": (other_data, 5, "data/batch_sha256"),
 }
 
 
@@ -541,12 +521,6 @@ def test_steps_that_were_trained_otherwise_are_found(name, honest, plain_store, 
     assert (first, middle) == (("identical", None, None), ("differs", step, key))
     assert last == ("identical", None, None), "trained as it says, from a state that is not"
     assert result["segments"][1]["tensors"], "the checkpoint after them is another"
-    if name == "other data":  # with the digest and counts of the data of the settings
-        rows = rows_of(honest)
-        keys = ("data/batch_sha256", "train/loss_tokens", "train/tokens")
-        rewrite_rows(run, lambda row: row.update({key: rows[row["step"]][key] for key in keys if key in row}))
-        code, result = run_replay(run, tmp_path / "again", "--from", "4", "--to", "8")
-        assert found(result) == [("differs", 5, "train/loss")]
 
 
 @pytest.mark.slow

@@ -94,18 +94,6 @@ def test_a_run_has_ended_only_at_its_last_step_with_its_evaluation(ladder, step)
     assert not read_progress(folder).has_ended(80)
 
 
-@pytest.mark.parametrize("last", [30, 40, 50])
-def test_lost_work_does_not_count(tmp_path, last):
-    """An attempt to step 40; killed, the next one begins from step 20 and is at step `last`."""
-    rows = [{"step": step, "time": 100.0 + step} for step in (10, 20, 30, 40)]
-    write_rows(tmp_path, rows)
-    second = {"step": 20, "time": 200.0, "metrics_bytes": (tmp_path / "metrics.jsonl").stat().st_size}
-    write_rows(tmp_path, rows + [{"step": step, "time": 180.0 + step} for step in range(30, last + 1, 10)])
-    attempts = [{"step": 0, "time": 100.0, "metrics_bytes": 0}, second]
-    (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in attempts))
-    assert [row["step"] for row in read_progress(tmp_path).rows] == [10, 20, *range(30, last + 1, 10)]
-
-
 def test_a_run_is_the_member_at_the_bases_rates_with_its_own_schedule(ladder):
     stable, decay = (run_config(ladder, run) for run in (LadderRun(32, 0, 160), LadderRun(32, 40, 50)))
     assert stable.optimizer.learning_rate == ladder.base.optimizer.learning_rate
