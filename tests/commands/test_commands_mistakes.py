@@ -66,11 +66,7 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--from_minimind '--dtype int8'", 2, "expected one of bfloat16, float16, float32, found 'int8'"),
         ("--from_minimind 'batch_size 3'", 2, "expected an option such as --batch_size 32, found 'batch_si"),
         ("""--from_minimind "--data_path 'open" """, 2, "expected options"),
-        (
-            f"--from_minimind '--log_interval 1{'0' * 30}'",
-            2,
-            "logging.logging_steps: expected an integer, found 125000",
-        ),
+        (f"--from_minimind '--log_interval 1{'0' * 30}'", 2, "logging.logging_steps: expected an integer"),
     ],
     "doctor": [
         ("--accelerate_config nowhere", 2, "expected a text file"),
@@ -136,11 +132,7 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
     "ladder": [
         ("--budget soon", 2, "--budget: expected a time such as 20m or 2h, or FLOPs such as 1e16"),
         ("--budget 4e9", 2, "--input: expected a store of about 72,000 tokens"),
-        (
-            "--budget 1e7 --training.global_batch_size 1 --training.micro_batch_size 1",
-            2,
-            "--budget: expected at least",
-        ),
+        ("--budget 1e7 --training.global_batch_size 1 --training.micro_batch_size 1", 2, "expected at least"),
         *(
             (f"--budget 4e9 --{name} {value}", 2, f"{name}: expected none, a ladder")
             for name, value in (
@@ -163,11 +155,7 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--strategies 2x0", 2, "--mesh: expected some of ddp, fsdp, hsdp, ep, ep+fsdp, ep+hsdp, de"),
         ("--mesh hsdp", 2, "--mesh: expected a mesh that can run (hsdp W=1 is left out: expected 4"),
         ("--mesh ep", 2, "expected a divisor of model.num_experts, 0, found 2"),
-        (
-            "--world-size 2 --distributed.strategy fsdp --distributed.dp_shard_size 3",
-            2,
-            "distributed: expected a mesh that can run (configured W=2 is left out: distributed.dp_rep",
-        ),
+        ("--world-size 2 --distributed.strategy fsdp --distributed.dp_shard_size 3", 2, "configured W=2 is"),
         ("--precision fp8", 2, "--precision: expected some of fp32, bf16, fp16, found 'fp8'"),
         ("--training.micro_batch_size 5", 2, "training.global_batch_size"),
         ("--training.micro_batch_size 24", 2, "found 2 * 24 = 48; 2, 3, 4, 6 or 12 would"),
@@ -213,11 +201,7 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--gpu h100 --search 1", 2, "--search: expected 2 GPUs or more, found 1"),
         ("--gpu h100 --memory_gb -1", 2, "--memory_gb: expected more than 0, found -1"),
         ("--gpu h100 --world-size 2", 2, "expected fsdp for a simulation of several processes, found ddp"),
-        (
-            "--gpu h100 --training.attention_implementation flex",
-            2,
-            "training.attention_implementation: expected auto, varlen or sdpa for a simulation, found flex",
-        ),
+        ("--gpu h100 --training.attention_implementation flex", 2, "auto, varlen or sdpa for a simulation"),
     ],
     "top": [
         ("nowhere", 2, "nowhere: expected a run's folder"),

@@ -250,8 +250,3 @@ def test_a_ladder_of_another_store_is_refused(folder, is_there, changed_store, t
     (line,) = capsys.readouterr().err.splitlines()
     assert f"error: {store}: expected the store" in line
     assert f"of the ladder in {tmp_path}, found {'' if is_there else 'none; run this where'}" in line
-
-
-def test_a_folder_without_a_ladder_is_named(tmp_path, capsys):
-    assert plan(tmp_path, "--ladder", str(tmp_path), "--flops", "1e14") == 2
-    assert "expected a ladder's folder, with ladder.json, found none" in capsys.readouterr().err

@@ -147,11 +147,6 @@ def test_an_unfinished_ladder_says_what_is_missing(tmp_path):
     assert "Hidden size 64" not in page.text
 
 
-def test_a_ladder_that_never_sees_the_best_size_is_warned_of(tmp_path):
-    many = make_ladder(tmp_path / "many", sizes=(128, 160, 192), save_steps=500)
-    assert "which is not above the ladder's smallest, 128" in page_of(many).text
-
-
 def test_a_mixture_counts_active_parameters_and_repeated_text(tmp_path):
     ladder = make_ladder(tmp_path / "ladder", name="tiny-moe", unique_tokens=400_000)
     page = page_of(ladder)

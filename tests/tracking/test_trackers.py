@@ -251,17 +251,3 @@ def test_a_service_that_is_killed_prints_one_line_and_nothing_at_exit(tmp_path):
     result, _, _ = run_real("offline", tmp_path, before_the_end=kill)
     assert result.stderr.startswith("wandb is left out from here on: ")
     assert result.stderr.count("\n") == 1
-
-
-def test_exit_hooks_of_other_packages_are_not_recorded(monkeypatch):
-    """They are registered as usual, and run at exit."""
-    kept: list = []
-    monkeypatch.setattr(trackers.atexit, "register", kept.append)
-    hooks: list = []
-    theirs = type("Hook", (), {"__module__": "wandb.sdk", "__call__": lambda self: None})()
-    with trackers._recorded_exit_hooks("wandb", hooks):
-        trackers.atexit.register(theirs)
-        trackers.atexit.register(len)
-    trackers.atexit.register(max)
-    assert hooks == [theirs]
-    assert kept == [theirs, len, max]
