@@ -436,13 +436,16 @@ def test_a_failed_launch_is_a_violation_and_reports_its_first_difference(tmp_pat
     assert str(runs[1].log) in text
 
 
-def test_where_the_first_variant_failed_the_next_is_the_reference(tmp_path):
+def test_the_reference_is_the_first_of_its_precision_that_did_not_fail(tmp_path):
     variants, _ = variants_of(DENSE)
     runs = [run_of(variant, tmp_path, rows(), exit_code=int(variant == variants[0])) for variant in variants]
     results = compare_variants(runs, DENSE, STEPS)
     assert [each.comparison.verdict for each in results] == ["failed"] + ["identical"] * 3
     assert [each.is_reference for each in results] == [False, True, False, False]
     assert results[2].against == variants[1]
+    variants, _ = variants_of(DENSE, precisions=["fp32", "bf16"])
+    references = [each for each in compare_grid(tmp_path / "both", DENSE, variants) if each.is_reference]
+    assert [each.run.variant.precision for each in references] == ["fp32", "bf16"]
 
 
 def test_a_run_without_rows_is_no_reference(tmp_path):
