@@ -290,7 +290,7 @@ Found = tuple[Change, bool, str, tuple[int, str] | None, str]
 CHANGES: dict[str, Found] = {
     "times": (OTHER_TIMES, False, "identical", None, ""),
     **{f"{key} of a step": (other_value(key), False, "differs", (6, key), key) for key in COLUMNS},
-    "a row is missing": (without_row, False, "differs", (7, "row"), "step 7 row"),
+    "a row is missing": (without_row, False, "differs", (7, "row"), "differ first at step 7"),
     **{
         f"an element of {name}": (
             *(element(name), False, "differs", None),
