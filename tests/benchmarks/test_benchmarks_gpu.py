@@ -49,7 +49,7 @@ def results_of(output: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", EXPECTED)
-def test_every_part_of_a_dry_round_passes(number: str, tmp_path: Path):
+def test_every_part_of_a_dry_round_passes(number, tmp_path):
     command = [sys.executable, "-m", "benchmarks", "gpu", number, "--dry", "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -77,9 +77,7 @@ def run_parts(
     return {part.name: part.state for part in chosen}
 
 
-def test_a_part_that_fails_or_hangs_stops_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_part_that_fails_or_hangs_stops_no_other(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(rounds, "_DRY_PATIENCE", 1)
     states = run_parts(
         monkeypatch, tmp_path, Part("unknown", "contact.nothing", (), 60),
@@ -94,9 +92,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the rounds run here")
-def test_what_is_missing_or_unknown_is_said_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_what_is_missing_or_unknown_is_said_in_one_line(monkeypatch, tmp_path, capsys):
     assert main(["gpu", "2", "--output", str(tmp_path)]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("skipped  gpu: needs a CUDA device, found none; --dry")
@@ -112,7 +108,7 @@ def test_what_is_missing_or_unknown_is_said_in_one_line(
     assert "expected packed stores, found none; run make gpu-pack" in capsys.readouterr().err
 
 
-def test_carried_wheels_reach_what_a_part_launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_carried_wheels_reach_what_a_part_launches(monkeypatch, tmp_path):
     with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("carried.py", "FOUND = 7\n")
     monkeypatch.setattr(rounds, "WHEELS", tmp_path)
@@ -127,7 +123,7 @@ def test_carried_wheels_reach_what_a_part_launches(monkeypatch: pytest.MonkeyPat
     assert subprocess.call([sys.executable, "-c", launched], env=environment) == 7
 
 
-def test_ours_is_compared_with_peers_on_joined_documents(tmp_path: Path):
+def test_ours_is_compared_with_peers_on_joined_documents(tmp_path):
     rows = [
         {"part": "a", "what": f"gpt2-124m, {side}: tokens/s", "value": value, "case": "gpt2-124m",
          "side": side, "show": True, "goal": goal, "peak_gib": memory, "micro_batch": size}
@@ -148,7 +144,7 @@ def test_ours_is_compared_with_peers_on_joined_documents(tmp_path: Path):
     assert "peak memory of trainer" not in text, "of another micro batch"
 
 
-def test_the_summary_keeps_the_last_rows_where_all_have_no_room(tmp_path: Path):
+def test_the_summary_keeps_the_last_rows_where_all_have_no_room(tmp_path):
     file = tmp_path / "results.jsonl"
     rows = ({"part": "a", "what": f"row {n}", "value": "x" * 100, "show": True} for n in range(200))
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -159,7 +155,7 @@ def test_the_summary_keeps_the_last_rows_where_all_have_no_room(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["finegrained-moe-136m", "mixture"])
-def test_a_dense_twin_has_the_mixtures_flops(name: str):
+def test_a_dense_twin_has_the_mixtures_flops(name):
     def flops(case: Case) -> float:
         options = case_options(case, Path("unused"), Path("unused"))
         config = load_config(options, needs_data=False, has_bf16=True)
@@ -196,7 +192,7 @@ def test_kernels_belong_to_parts_by_name_and_by_launch():
     assert busy(found) == 1 + 10 * len(names) + 10, "kernels that overlap count once"
 
 
-def test_memory_that_runs_out_halves_the_micro_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_memory_that_runs_out_halves_the_micro_batch(monkeypatch, tmp_path):
     started: list[str] = []
     monkeypatch.setattr(parts.os, "execv", lambda _, command: started.append(command[-1]))
 
@@ -211,9 +207,7 @@ def test_memory_that_runs_out_halves_the_micro_batch(monkeypatch: pytest.MonkeyP
     assert context.case("gpt2-124m").micro_batch_size == 2 * again.case("gpt2-124m").micro_batch_size
 
 
-def test_a_pack_that_is_too_large_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_pack_that_is_too_large_is_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["pack"])
     monkeypatch.setattr(pack, "ROOT", tmp_path)
     monkeypatch.setattr(pack, "PACKED", tmp_path / "gpu")
@@ -231,7 +225,7 @@ def test_a_pack_that_is_too_large_is_refused(
     assert "gpu-pack: expected at most 0 MiB, found" in capsys.readouterr().err
 
 
-def test_without_a_compiler_no_bounds_are_counted(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_compiler_no_bounds_are_counted(monkeypatch):
     counted = subprocess.CompletedProcess([], 0, '{"skipped": "no C++ compiler"}\n')
     monkeypatch.setattr("benchmarks.gpu.roofline.subprocess.run", lambda *_, **__: counted)
     with pytest.raises(SkippedError, match="no C"):

@@ -12,33 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launching import ROOT, Finished
+from support.finished_runs import FinishedRun
+from support.launching import ROOT
 from support.run_folders import attempt_row, training_row
 
-from llm_pretrain.__main__ import main
 from llm_pretrain.audit import chaos as kills
 from llm_pretrain.audit.chaos import ChaosPlan, ChaosResult, Outcome, make_plan, result_content, run_chaos
 from llm_pretrain.audit.comparison import Difference, exact_differences
-from llm_pretrain.audit.run_checks import (
-    FolderState,
-    check_committed,
-    check_end,
-    check_start,
-    scan_folder,
-)
+from llm_pretrain.audit.run_checks import FolderState, check_committed, check_end, check_start, scan_folder
 from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_manifest
 from llm_pretrain.commands import chaos
 from llm_pretrain.config.tree import Config
-from llm_pretrain.launch import jobs as _launching
 from llm_pretrain.launch.jobs import LaunchContext, Machine
 from llm_pretrain.launch.options import write_result
 from llm_pretrain.runs.monitor import RunMonitor, temporary_folders
 
+SHA = "data/batch_sha256"
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 
 
 def rows(steps: int, **changed: Any) -> dict[int, dict[str, Any]]:
-    made = {step: training_row(step) for step in range(1, steps + 1)}
+    made = {step: training_row(step) | {SHA: str(step)} for step in range(1, steps + 1)}
     for name, value in changed.items():
         made[3][f"train/{name}"] = value
     return made
@@ -48,26 +42,22 @@ def first_difference(*rows: dict[int, dict[str, Any]], **options: Any) -> Differ
     return next(exact_differences(*rows, **options), None)
 
 
-def test_rows_may_differ_in_times_and_speeds_only():
-    other = rows(6)
-    for row in other.values():
-        row["time"], row["perf/step_seconds"] = 1.0, 2.0
-    assert first_difference(rows(6), other, steps=6) is None
-    assert first_difference(rows(6), rows(4)) is None, "so far"
-    assert first_difference(rows(6) | {0: {"step": 0, "eval/loss": 9.0}}, {}) is None, "died before any row"
+CHANGED: dict[str, tuple[dict[int, dict[str, Any]], str]] = {
+    "a bit": (rows(6, loss=math.nextafter(rows(6)[3]["train/loss"], 9)), "train/loss"),
+    "a skipped step": (rows(6, skipped="overflow"), "train/skipped"),
+    "a column more": (rows(6, more=1), "train/more"),
+    "a row less": ({step: row for step, row in rows(6).items() if step != 3}, "row"),
+    "a column less": (
+        rows(6) | {3: {k: v for k, v in rows(6)[3].items() if k != "train/tokens"}},
+        "train/tokens",
+    ),
+    "an input before a result": (rows(6, loss=9.0) | {3: rows(6, loss=9.0)[3] | {SHA: "4"}}, SHA),
+}
 
 
-@pytest.mark.parametrize(
-    ("found", "key"),
-    [
-        (rows(6, loss=math.nextafter(rows(6)[3]["train/loss"], 9)), "train/loss"),
-        (rows(6, skipped="overflow"), "train/skipped"),
-        (rows(6, more=1), "train/more"),
-        ({step: row for step, row in rows(6).items() if step != 3}, "row"),
-        (rows(6) | {3: {k: v for k, v in rows(6)[3].items() if k != "train/tokens"}}, "train/tokens"),
-    ],
-)
-def test_one_changed_bit_or_a_missing_step_is_found(found: dict[int, dict[str, Any]], key: str):
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_changed_row_is_found(name):
+    found, key = CHANGED[name]
     for steps in (None, 6):
         violation = first_difference(rows(6), found, steps=steps)
         assert violation is not None
@@ -75,29 +65,21 @@ def test_one_changed_bit_or_a_missing_step_is_found(found: dict[int, dict[str, A
         assert "step 3" in violation.text
 
 
-def test_a_different_input_is_reported_before_a_different_result():
-    found = rows(6, loss=9.0)
-    for made in (reference := rows(6), found):
-        for step, row in made.items():
-            row["data/batch_sha256"] = str(step)
-    found[3]["data/batch_sha256"] = "4"
-    violation = first_difference(reference, found)
-    assert violation is not None
-    assert violation.key == "data/batch_sha256"
-
-
-def test_the_end_needs_every_row_and_zero_is_not_minus_zero():
+def test_rows_may_differ_in_times_and_speeds_and_end_earlier():
+    other = rows(6)
+    for row in other.values():
+        row["time"], row["perf/step_seconds"] = 1.0, 2.0
+    assert first_difference(rows(6), other, steps=6) is None
+    assert first_difference(rows(6), rows(4)) is None, "so far"
+    assert first_difference(rows(6) | {0: {"step": 0, "eval/loss": 9.0}}, {}) is None, "died before any row"
     short = first_difference(rows(6), rows(5), steps=6)
     assert short is not None
     assert (short.step, short.key) == (6, "row")
     assert first_difference(rows(6, loss=0.0), rows(6, loss=-0.0)) is not None
-
-
-def test_an_evaluation_postponed_by_a_signal_may_be_missing():
-    reference = rows(6)
-    reference[3]["eval/loss"] = 1.5
-    assert first_difference(reference, rows(6)) is not None
-    assert first_difference(reference, rows(6), owed=3) is None
+    other = rows(6)
+    other[3]["eval/loss"] = 1.5
+    assert first_difference(other, rows(6)) is not None
+    assert first_difference(other, rows(6), owed=3) is None, "postponed by a signal"
 
 
 def write_rows(folder: Path, name: str, made: list[dict[str, Any]]) -> None:
@@ -120,9 +102,7 @@ def write_rows(folder: Path, name: str, made: list[dict[str, Any]]) -> None:
         (4, [6], "began at step 6, expected 5"),
     ],
 )
-def test_an_attempt_begins_after_the_newest_checkpoint_and_skips_no_step(
-    start: int | None, steps: list[int], text: str | None, tmp_path: Path
-):
+def test_an_attempt_begins_after_the_newest_checkpoint_and_skips_no_step(start, steps, text, tmp_path):
     """Also where a start from zero repeats the right rows."""
     folder = tmp_path / "run"
     write_rows(folder, "metrics", [training_row(step) for step in range(1, 6)])
@@ -130,6 +110,8 @@ def test_an_attempt_begins_after_the_newest_checkpoint_and_skips_no_step(
     (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
     before = scan_folder(folder)
     assert before == FolderState(checkpoint=4, rows=5, starts=1)
+    if start == 4:  # a postponed evaluation is no step
+        write_rows(folder, "metrics", [{"step": 4, "time": 1.0, "eval/loss": 2.0}])
     write_rows(folder, "metrics", [training_row(step) for step in steps])
     write_rows(folder, "attempts", [] if start is None else [attempt_row(start, 9.0)])
     violation = check_start(folder, before)
@@ -139,17 +121,8 @@ def test_an_attempt_begins_after_the_newest_checkpoint_and_skips_no_step(
         assert violation.text.startswith(text)
 
 
-def test_a_postponed_evaluation_is_not_a_step(tmp_path: Path):
-    folder = tmp_path / "run"
-    (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
-    made = [{"step": 4, "time": 1.0, "eval/loss": 2.0}, training_row(5)]
-    write_rows(folder, "metrics", made)
-    write_rows(folder, "attempts", [attempt_row(4, 0.0)])
-    assert check_start(folder, FolderState(4, 0, 0)) is None
-
-
 @pytest.fixture
-def killed(trained_run: Finished, tmp_path: Path) -> Path:
+def killed(trained_run, tmp_path) -> Path:
     """A copy of the trained run, under an id and a launcher of its own."""
     folder = Path(shutil.copytree(trained_run.folder, tmp_path / "killed", symlinks=True))
     for path in (folder / "checkpoints").iterdir():
@@ -159,75 +132,81 @@ def killed(trained_run: Finished, tmp_path: Path) -> Path:
     return folder
 
 
-def assert_violated(reference: Path, folder: Path, text: str, *, sound: bool = True) -> None:
-    end = check_end(reference, folder, 6)
-    violation = end if sound else check_committed(folder)
+def test_equal_ends_are_equal(trained_run, killed):
+    assert check_end(trained_run.folder, killed, 4) is None
+    assert check_committed(killed) is None
+
+
+Damage = Callable[[Path], object]
+MIDDLE, LAST = "checkpoints/step-00000002", "checkpoints/step-00000004"
+WEIGHTS = "weights/step-00000004"
+
+
+def changed_bytes(name: str, change: Callable[[bytearray], bytearray]) -> Damage:
+    def damage(run: Path) -> None:
+        (file,) = (run / name).glob("*.safetensors")
+        file.write_bytes(change(bytearray(file.read_bytes())))
+
+    return damage
+
+
+def flipped(data: bytearray) -> bytearray:
+    data[-1] ^= 1
+    return data
+
+
+def with_its_digest(run: Path) -> None:
+    """One bit of a tensor, for which the manifest vouches."""
+    changed_bytes(LAST, flipped)(run)
+    content = read_manifest(run / LAST)
+    (name,) = content.files
+    write_manifest(run / LAST, replace(content, files={name: file_digest(run / LAST / name)}))
+
+
+def another_step(run: Path) -> None:
+    content = read_manifest(run / MIDDLE)
+    write_manifest(run / MIDDLE, replace(content, run=replace(content.run, step=1)))
+
+
+def running(run: Path) -> None:
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(status | {"state": "running", "exit_code": None}))
+
+
+def left_over(parent: str) -> Damage:
+    return lambda run: (run / parent / ".step-00000004.tmp-0123abcd").mkdir()
+
+
+DAMAGES: dict[str, tuple[Damage, bool, str]] = {
+    "a tensor in one bit": (with_its_digest, True, "bit for bit"),
+    "a checkpoint in one bit": (changed_bytes(MIDDLE, flipped), False, f"{MIDDLE} is damaged"),
+    "a cut checkpoint": (changed_bytes(MIDDLE, lambda data: data[:-1]), False, f"{MIDDLE} is damaged"),
+    "no manifest": (lambda run: (run / MIDDLE / "manifest.json").unlink(), False, f"{MIDDLE} is damaged"),
+    "another step": (another_step, False, f"{MIDDLE} is damaged"),
+    "other weights": (changed_bytes(WEIGHTS, flipped), True, ".safetensors: expected the reference's bytes"),
+    "cut weights": (changed_bytes(WEIGHTS, lambda data: data[:40]), False, f"{WEIGHTS} is damaged"),
+    "no config.json": (lambda run: (run / WEIGHTS / "config.json").unlink(), True, "config.json differs"),
+    "another status": (running, True, "expected finished, 0, step 4, found running"),
+    "a temporary checkpoint": (left_over("checkpoints"), True, "is left over"),
+    "temporary weights": (left_over("weights"), True, "is left over"),
+}
+"""What is done to the killed run, whether its ends are compared with the reference, and what is said."""
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damage_is_named(name, trained_run, killed):
+    damage, compared, text = DAMAGES[name]
+    damage(killed)
+    violation = check_end(trained_run.folder, killed, 4) if compared else check_committed(killed)
     assert violation is not None
     assert text in violation.text, violation.text
+    if name == "a tensor in one bit":
+        assert violation.key in read_manifest(killed / LAST).tensors
+        assert check_committed(killed) is None
+    assert len(temporary_folders(killed)) == name.startswith(("a temporary", "temporary"))
 
 
-def test_equal_ends_are_equal(trained_run: Finished, killed: Path):
-    assert check_end(trained_run.folder, killed, 6) is None
-    assert check_committed(killed) is None
-
-
-def test_a_tensor_changed_in_one_bit_is_named(trained_run: Finished, killed: Path):
-    """Even where the manifest has the digest of the changed file."""
-    path = killed / "checkpoints" / "step-00000006"
-    content = read_manifest(path)
-    (name,) = content.files
-    changed = bytearray((path / name).read_bytes())
-    changed[-1] ^= 1
-    (path / name).write_bytes(changed)
-    write_manifest(path, replace(content, files={name: file_digest(path / name)}))
-    assert check_committed(killed) is None
-    violation = check_end(trained_run.folder, killed, 6)
-    assert violation is not None
-    assert violation.key in content.tensors
-    assert "bit for bit" in violation.text
-
-
-@pytest.mark.parametrize("what", ["flipped", "cut", "no manifest", "another step"])
-def test_a_damaged_checkpoint_is_found(what: str, trained_run: Finished, killed: Path):
-    path = killed / "checkpoints" / "step-00000004"
-    content = read_manifest(path)
-    (name,) = content.files
-    data = bytearray((path / name).read_bytes())
-    if what == "flipped":
-        data[-9] ^= 16
-    (path / name).write_bytes(data[:-1] if what == "cut" else data)
-    if what == "no manifest":
-        (path / "manifest.json").unlink()
-    if what == "another step":
-        write_manifest(path, replace(content, run=replace(content.run, step=3)))
-    assert_violated(trained_run.folder, killed, f"{path} is damaged", sound=False)
-
-
-def test_changed_weights_a_missing_file_and_another_status_are_found(trained_run: Finished, killed: Path):
-    reference, weights = trained_run.folder, killed / "weights" / "step-00000006"
-    file = weights / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    assert_violated(reference, killed, f"{file}: expected the reference's bytes")
-    file.write_bytes(data[:40])
-    assert_violated(reference, killed, f"{weights} is damaged", sound=False)
-    (weights / "config.json").unlink()
-    assert_violated(reference, killed, "config.json differs")
-    status = json.loads((killed / "status.json").read_text())
-    (killed / "status.json").write_text(json.dumps(status | {"state": "running", "exit_code": None}))
-    assert_violated(reference, killed, "expected finished, 0, step 6, found running")
-
-
-@pytest.mark.parametrize("parent", ["checkpoints", "weights"])
-def test_a_temporary_folder_must_not_outlive_the_run(parent: str, trained_run: Finished, killed: Path):
-    left = killed / parent / ".step-00000006.tmp-0123abcd"
-    left.mkdir()
-    assert temporary_folders(killed) == [f"{parent}/{left.name}"]
-    assert_violated(trained_run.folder, killed, f"{left} is left over")
-
-
-def test_a_monitor_sees_rows_and_saves_of_its_own_attempt_only(tmp_path: Path):
+def test_a_monitor_sees_rows_and_saves_of_its_own_attempt_only(tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoints" / ".step-00000004.tmp-aa").mkdir(parents=True)
     write_rows(folder, "metrics", [training_row(step) for step in (1, 2)])
@@ -248,164 +227,92 @@ def test_a_monitor_sees_rows_and_saves_of_its_own_attempt_only(tmp_path: Path):
 
 def plan_of(folder: Path, places: list[str], **more: Any) -> ChaosPlan:
     fields: dict[str, Any] = {
-        "config": Config(), "paths": ["torchrun"], "world_size": 1, "steps": 6, "save_steps": 2,
+        "config": Config(), "paths": ["torchrun"], "world_size": 1, "steps": 4, "save_steps": 2,
         "kill": "all", "places": places, "options": [], "scripts": folder, "output": folder, "threads": 1,
         "notes": [],
     }  # fmt: skip
     return ChaosPlan(**fields | more)
 
 
-Fabricated = Callable[[Path], Outcome]
-"""What an attempt leaves in the run's folder, and how it ends."""
+Fabricated = Callable[[Path, FinishedRun], Outcome]
+"""What an attempt leaves in the run's folder, by the rows of a finished run, and how it ends."""
 
 
-def result_of(
-    plan: ChaosPlan, attempts: list[Fabricated], monkeypatch: pytest.MonkeyPatch
-) -> tuple[ChaosResult, str]:
-    """Result and output of fabricated attempts; the first is the uninterrupted run."""
-    waiting = list(attempts)
-    monkeypatch.setattr(kills, "run_or_kill", lambda job, *_: waiting.pop(0)(job.folder))
-    result, said = ChaosResult(), list[str]()
-    run_chaos(plan, LaunchContext(plan.scripts, Machine(0, 2), 1.0), result, say=said.append)
-    assert not waiting
-    write_result(plan.output / "chaos.json", result_content({}, result, plan))
-    return result, "\n".join([*said, *result.summary])
-
-
-@pytest.fixture
-def end(trained_run: Finished) -> Fabricated:
+def end(folder: Path, trained: FinishedRun) -> Outcome:
     """Trains to the end, from the beginning."""
-
-    def trains(folder: Path) -> Outcome:
-        before = (folder / "metrics.jsonl").read_text() if folder.exists() else ""
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(trained_run.folder, folder, symlinks=True)
-        (folder / "metrics.jsonl").write_text(before + (folder / "metrics.jsonl").read_text())
-        (folder / "attempts.jsonl").write_text((folder / "attempts.jsonl").read_text() * (1 + bool(before)))
-        return Outcome(False, 6, None, "")
-
-    return trains
+    before = (folder / "metrics.jsonl").read_text() if folder.exists() else ""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(trained.folder, folder, symlinks=True)
+    (folder / "metrics.jsonl").write_text(before + (folder / "metrics.jsonl").read_text())
+    (folder / "attempts.jsonl").write_text((folder / "attempts.jsonl").read_text() * (1 + bool(before)))
+    return Outcome(False, 4, None, "")
 
 
-def died(trained: Finished, steps: list[int], saving: int | None = None, failure: str = "") -> Fabricated:
+def died(steps: list[int], saving: int | None = None, failure: str = "") -> Fabricated:
     """Was killed after these rows, before any checkpoint was committed."""
 
-    def dies(folder: Path) -> Outcome:
-        write_rows(
-            folder, "metrics", [trained.rows[step] for step in (0, *steps)]
-        )  # evaluated before it began
+    def dies(folder: Path, trained: FinishedRun) -> Outcome:
+        rows = [trained.rows[step] for step in (0, *steps)]  # evaluated before it began
+        write_rows(folder, "metrics", rows)
         write_rows(folder, "attempts", [attempt_row(0, 0.0)])
         return Outcome(True, steps[-1] if steps else None, saving, failure)
 
     return dies
 
 
-def test_a_run_that_ends_as_the_uninterrupted_one_holds(
-    trained_run: Finished, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def fails(folder: Path, trained: FinishedRun) -> Outcome:
+    return Outcome(False, None, None, "ended by itself with exit code 1")
+
+
+@pytest.fixture
+def result_of(trained_run, monkeypatch) -> Callable[[ChaosPlan, list[Fabricated]], tuple[ChaosResult, str]]:
+    """Result and output of fabricated attempts; the first is the uninterrupted run."""
+
+    def run(plan: ChaosPlan, attempts: list[Fabricated]) -> tuple[ChaosResult, str]:
+        waiting = list(attempts)
+        monkeypatch.setattr(kills, "run_or_kill", lambda job, *_: waiting.pop(0)(job.folder, trained_run))
+        result, said = ChaosResult(), list[str]()
+        run_chaos(plan, LaunchContext(plan.scripts, Machine(0, 2), 1.0), result, say=said.append)
+        assert not waiting
+        write_result(plan.output / "chaos.json", result_content({}, result, plan))
+        return result, "\n".join([*said, *result.summary])
+
+    return run
+
+
+def test_a_run_that_ends_as_the_uninterrupted_one_holds(result_of, tmp_path):
     plan = plan_of(tmp_path, ["step", "start-up", "save"], paths=["torchrun", "accelerate"])
-    killed = [died(trained_run, [1]), died(trained_run, []), died(trained_run, [1, 2], saving=2)]
-    result, text = result_of(plan, [end, *killed, end], monkeypatch)
+    result, text = result_of(plan, [end, died([1]), died([]), died([1, 2], saving=2), end])
     assert result.verdict == "holds", text
     assert "3/3     torchrun    save of step 2        1         -           ok" in text
     content = json.loads((tmp_path / "chaos.json").read_text())
     assert content["verdict"] == "holds"
-    found = [
-        (each["path"], each["place"], each["began_at"], each["checkpoint"]) for each in content["attempts"]
-    ]
-    assert found == [
+    keys = ("path", "place", "began_at", "checkpoint")
+    assert [tuple(each[key] for key in keys) for each in content["attempts"]] == [
         ("torchrun", "after step 1", 1, 0),
         ("accelerate", "start-up", 1, 0),
         ("torchrun", "save of step 2", 1, 0),
-        ("accelerate", "to its end", 1, 6),
+        ("accelerate", "to its end", 1, 4),
     ]
 
 
-def test_a_violation_ends_the_call_and_names_attempt_step_and_key(
-    trained_run: Finished, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    result, text = result_of(
-        plan_of(tmp_path, ["step"] * 3), [end, died(trained_run, [1, 2, 4])], monkeypatch
-    )
-    assert result.verdict == "violated"
-    assert "attempt 1: wrote step 4 where step 3 was due" in text
-    (attempt,) = json.loads((tmp_path / "chaos.json").read_text())["attempts"]
-    assert (attempt["violation"]["step"], attempt["violation"]["key"]) == (3, "step")
+ENDS: list[tuple[str, list[Fabricated], str, str]] = [
+    ("step", [end, died([1, 2, 4])], "violated", "attempt 1: wrote step 4 where step 3 was due"),
+    ("step", [end, died([1], failure="process 7 is still there")], "violated", "1: process 7 is still there"),
+    ("step", [fails], "violated", "the uninterrupted run: ended by itself with exit code 1"),
+    ("start-up", [end, died([1]), end], "not shown", "kill 1 was to fall into: start-up"),
+    ("step", [end, end], "not shown", "the run was done after 0 of 1 kills"),
+]
 
 
-def test_a_process_that_outlives_its_kill_and_a_failed_reference_are_violations(
-    trained_run: Finished, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    lives = died(trained_run, [1], failure="process 7 was still there 60 s after the kill")
-    result, text = result_of(plan_of(tmp_path / "a", ["step"]), [end, lives], monkeypatch)
-    assert result.verdict == "violated"
-    assert "attempt 1: process 7 was still there 60 s after the kill" in text
-    (tmp_path / "b").mkdir()
-
-    def fails(folder: Path) -> Outcome:
-        return Outcome(False, None, None, "ended by itself with exit code 1")
-
-    result, text = result_of(plan_of(tmp_path / "b", ["step"]), [fails], monkeypatch)
-    assert result.verdict == "violated"
-    assert "the uninterrupted run: ended by itself with exit code 1" in text
-
-
-def test_less_than_asked_for_is_reported_as_not_shown(
-    trained_run: Finished, end: Fabricated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    late = died(trained_run, [1])
-    result, text = result_of(plan_of(tmp_path / "a", ["start-up"]), [end, late, end], monkeypatch)
-    assert result.verdict == "not shown"
-    assert "kill 1 was to fall into: start-up" in text
-    result, text = result_of(plan_of(tmp_path / "b", ["step"]), [end, end], monkeypatch)
-    assert result.verdict == "not shown"
-    assert "the run was done after 0 of 1 kills" in text
-
-
-@pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def started(*_: Any, **__: Any) -> None:
-        raise AssertionError("something was launched")
-
-    monkeypatch.setattr(_launching.subprocess, "Popen", started)
-    monkeypatch.setattr(chaos, "this_machine", lambda: Machine(gpus=0, cores=2))
-
-
-@pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize(
-    ("words", "code", "expected"),
-    [
-        (["--paths", "trainer"], 2, "--paths: expected some of torchrun, accelerate, found 'trainer'"),
-        (["--world-size", "1,2"], 2, "--world-size: expected one number"),
-        (["--world-size", "64"], 2, "--world-size: expected at most 4 on this machine of 2 cores"),
-        (["--steps", "0"], 2, "and 8 of them, one for each kill and two more, found --steps 0"),
-        (["--steps", "15"], 2, "found --steps 15 with a save every 2; --steps 16 would do"),
-        (
-            ["--checkpoint.save_steps", "1"],
-            2,
-            "--checkpoint.save_steps: expected saves at least two steps apart",
-        ),
-        (["--timeout", "0"], 2, "--timeout: expected more than 0 seconds"),
-        (["--training.precision", "fp16"], 2, "silently train in fp32"),
-        (["--data.sources", "[{store: /nowhere}]"], 65, "/nowhere"),
-    ],
-)
-def test_wrong_input_is_one_line_before_anything_is_launched(
-    words: list[str],
-    code: int,
-    expected: str,
-    plain_store: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
-    output = tmp_path / "output"
-    sources = ["--data.sources", f"[{{store: {plain_store}}}]"]
-    assert main(["chaos", "--config", TINY, "--output", str(output), *sources, *words]) == code
-    printed = capsys.readouterr()
-    assert expected in printed.err
-    assert len(printed.err.strip().splitlines()) == 1
-    assert "Traceback" not in printed.err
-    assert not output.exists()
+@pytest.mark.parametrize(("place", "attempts", "verdict", "said"), ENDS, ids=[each[3] for each in ENDS])
+def test_a_violation_and_less_than_asked_for_are_named(result_of, tmp_path, place, attempts, verdict, said):
+    result, text = result_of(plan_of(tmp_path, [place]), attempts)
+    assert result.verdict == verdict
+    assert said in text
+    if "was due" in said:
+        (attempt,) = json.loads((tmp_path / "chaos.json").read_text())["attempts"]
+        assert (attempt["violation"]["step"], attempt["violation"]["key"]) == (3, "step")
 
 
 def plan_from(words: list[str], store: Path, folder: Path) -> ChaosPlan:
@@ -415,7 +322,7 @@ def plan_from(words: list[str], store: Path, folder: Path) -> ChaosPlan:
     return make_plan(parser.parse_args([*own, *words]), Machine(0, 2))
 
 
-def test_each_launcher_is_killed_once_at_each_place(plain_store: Path, tmp_path: Path):
+def test_each_launcher_is_killed_once_at_each_place(plain_store, tmp_path):
     plan = plan_from([], plain_store, tmp_path)
     paths = [plan.paths[number % len(plan.paths)] for number in range(len(plan.places))]
     assert paths == ["torchrun", "accelerate"] * 3, "each continues the other's run"
@@ -423,7 +330,7 @@ def test_each_launcher_is_killed_once_at_each_place(plain_store: Path, tmp_path:
     assert plan_from(["--paths", "accelerate"], plain_store, tmp_path).places == ["step", "start-up", "save"]
 
 
-def test_warm_up_saves_and_evaluations_are_fitted_into_a_short_run(plain_store: Path, tmp_path: Path):
+def test_warm_up_saves_and_evaluations_are_fitted_into_a_short_run(plain_store, tmp_path):
     def fitted(*words: str) -> tuple[int, int, int, int | None]:
         plan = plan_from(list(words), plain_store, tmp_path)
         evaluation = plan.config.evaluation
@@ -437,8 +344,3 @@ def test_warm_up_saves_and_evaluations_are_fitted_into_a_short_run(plain_store: 
     assert fitted("--steps", "16") == (16, 2, 3, 4)
     own = ("--checkpoint.save_steps", "6", "--evaluation.eval_steps", "7", "--evaluation.max_batches", "1")
     assert fitted(*own) == (48, 6, 7, 1)
-
-
-def test_a_mistyped_setting_is_reported_with_a_similar_name(capsys: pytest.CaptureFixture[str]):
-    assert main(["chaos", "--config", "configs/tiny-dense.yaml", "--training.max_stepz", "3"]) == 2
-    assert "training.max_stepz: no such setting; did you mean training.max_steps?" in capsys.readouterr().err

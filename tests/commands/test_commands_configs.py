@@ -31,15 +31,12 @@ def imported(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
-    """The one line of an error."""
     assert main(["configs", *arguments]) == code
     (line,) = capsys.readouterr().err.strip().splitlines()
     return line
 
 
-def test_the_listing_has_every_preset_with_its_size(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_the_listing_has_every_preset_with_its_size(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["configs"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -49,7 +46,6 @@ def test_the_listing_has_every_preset_with_its_size(
     assert listed["olmoe-1b-7b"].split()[1:6] == ["6.92B", "1.28B", "16", "of", "8/64"]
     assert "5.91M*" in listed["quickstart"]
     assert "7 of 4/32+1, 1 dense" in listed["finegrained-moe-136m"]
-    assert "expected a folder with presets" in refused(capsys, "--folder", str(tmp_path))
     (tmp_path / "over.yaml").write_text("run: {name: over}\n")
     assert main(["configs", "--folder", str(tmp_path)]) == 0
     assert "extends another preset" in capsys.readouterr().out
@@ -84,9 +80,7 @@ def saved_config(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folders_config_json_becomes_the_model_section(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_folders_config_json_becomes_the_model_section(name, tmp_path, capsys):
     config_json = saved_config(name, tmp_path)
     (tmp_path / "model.safetensors").touch()
     make_tokenizer(tmp_path)
@@ -105,9 +99,7 @@ def test_a_folders_config_json_becomes_the_model_section(
     assert ("num_experts" in written["model"]) == (name == "qwen3_moe"), "a dense one leaves room to upcycle"
 
 
-def test_a_folder_without_weights_gets_no_advice_to_start_from_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_folder_without_weights_gets_no_advice_to_start_from_them(tmp_path, capsys):
     saved_config("llama", tmp_path)
     _, comments = imported(capsys, tmp_path, "--from_pretrained", str(tmp_path))
     assert "init_from" not in comments
@@ -115,17 +107,14 @@ def test_a_folder_without_weights_gets_no_advice_to_start_from_them(
     assert "no model.safetensors: training starts from random weights" in comments
 
 
-def test_a_folder_of_another_architecture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_folder_of_another_architecture_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     line = refused(capsys, "--from_pretrained", str(tmp_path))
     assert "model_type: expected one of qwen3" in line
     assert str(tmp_path) in line
-    assert "expected a weights folder's config.json" in refused(
-        capsys, "--from_pretrained", "nowhere", code=74
-    )
 
 
-def test_minimind_3s_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_minimind_3s_options(tmp_path, capsys):
     corpus = tmp_path / "pretrain_t2t_mini.jsonl"
     corpus.write_text('{"text": "a"}\n' * 5000)
     config, comments = imported(
@@ -162,9 +151,7 @@ def test_minimind_3s_options(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("device", "precision"), [("cpu", "fp32"), ("mps", "fp32"), ("cuda:1", "bf16"), (None, "bf16")]
 )
-def test_minimind_trains_in_fp32_without_a_gpu(
-    device: str | None, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_minimind_trains_in_fp32_without_a_gpu(device, precision, tmp_path, capsys):
     """It casts on CUDA devices only, whatever its dtype says."""
     options = "--dtype bfloat16" + (f" --device {device}" if device else "")
     config, comments = imported(capsys, tmp_path, "--from_minimind", options)
@@ -172,7 +159,7 @@ def test_minimind_trains_in_fp32_without_a_gpu(
     assert (f"training.precision: fp32, as on device {device} there" in comments) == (precision == "fp32")
 
 
-def test_minimind_options_that_say_the_default_are_no_loss(capsys: pytest.CaptureFixture[str]):
+def test_minimind_options_that_say_the_default_are_no_loss(capsys):
     assert main(["configs", "--from_minimind", "--from_weight none --from_resume 0 --use_compile 0"]) == 0
     text = capsys.readouterr().out
     assert not any(
@@ -183,9 +170,7 @@ def test_minimind_options_that_say_the_default_are_no_loss(capsys: pytest.Captur
     assert all(f"not carried over: --{name}" in text for name in ("from_weight pretrain", "from_resume 1"))
 
 
-def test_minimind_without_its_data_says_last_whose_max_steps_it_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_minimind_without_its_data_says_last_whose_max_steps_it_has(tmp_path, capsys):
     file, corpus = tmp_path / "mine.yaml", tmp_path / "corpus.jsonl"
     options = f"--epochs 2 --batch_size 8 --accumulation_steps 2 --data_path {corpus}"
     assert main(["configs", "--from_minimind", options, "--output", str(file)]) == 0
@@ -198,7 +183,7 @@ def test_minimind_without_its_data_says_last_whose_max_steps_it_has(
     assert "\n  max_steps: 10\n" in capsys.readouterr().out
 
 
-def test_minimind_2s_options_older_and_newer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_minimind_2s_options_older_and_newer(tmp_path, capsys):
     old = "--dim 768 --n_layers 16 --out_dir out --warmup_iters 0 --ddp --max_seq_len 512 --epochs 1"
     config, comments = imported(capsys, tmp_path, "--from_minimind", old)
     assert count_parameters(config.model).total == 104_030_976  # its README: 104M
@@ -211,7 +196,7 @@ def test_minimind_2s_options_older_and_newer(tmp_path: Path, capsys: pytest.Capt
     assert "taken as" not in comments
 
 
-def test_minimind_2s_numbers_are_those_of_its_options_time(capsys: pytest.CaptureFixture[str]):
+def test_minimind_2s_numbers_are_those_of_its_options_time(capsys):
     """Before December 2025 aux_loss_alpha was 0.1, and the rate lr / 10 + 0.5 * lr * (1 + cos)."""
     for width, coefficient, rate in (("--dim 512", 0.8, 1.1e-3), ("--hidden_size 512", 0.08, 1e-3)):
         options = f"{width} --use_moe True --learning_rate 1e-3"
@@ -235,66 +220,34 @@ def test_minimind_2s_numbers_are_those_of_its_options_time(capsys: pytest.Captur
         ("python", 1),
     ],
 )
-def test_minimind_processes_are_counted_over_all_machines(
-    launcher: str, processes: int, capsys: pytest.CaptureFixture[str]
-):
+def test_minimind_processes_are_counted_over_all_machines(launcher, processes, capsys):
     options = f"{launcher} train_pretrain.py --batch_size 4 --accumulation_steps 2"
     assert main(["configs", "--from_minimind", options]) == 0
     assert f"global_batch_size: {8 * processes}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "said"),
     [
-        ("--batch_size many", "--batch_size: expected an integer, found 'many'"),
-        ("--ddp --learning_rate", "--learning_rate: expected a number, found ''"),
-        ("--dtype int8", "--dtype: expected one of bfloat16, float16, float32, found 'int8'"),
-        ("batch_size 3", "expected an option such as --batch_size 32, found 'batch_size'"),
-        ("--data_path 'open", "expected options"),
-        (f"--log_interval 1{'0' * 30}", "logging.logging_steps: expected an integer, found 125000"),
+        ("--data_path 'data/my books; rm'", "--input 'data/my books; rm' "),
+        ("--\ud800 1", "not carried over: --\\ud800 1"),
+        ("--hidden_size 500", "# - to be fixed: model.hidden_size: expected a multiple of"),
+        ("--learning_rate inf", "# - to be fixed: optimizer.learning_rate: expected a finite number"),
     ],
 )
-def test_wrong_minimind_options_are_one_line(options: str, message: str, capsys: pytest.CaptureFixture[str]):
-    assert message in refused(capsys, "--from_minimind", options)
-
-
-def test_the_commands_for_the_data_are_quoted_for_the_shell(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    _, comments = imported(capsys, tmp_path, "--from_minimind", "--data_path 'data/my books; rm'")
-    assert comments.count("--input 'data/my books; rm' ") == 2
-
-
-def test_a_name_that_no_file_can_hold_is_escaped_in_the_notes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_what_is_odd_is_quoted_escaped_or_noted(tmp_path, options, said):
     file = tmp_path / "ours.yaml"
-    assert main(["configs", "--from_minimind", "--\ud800 1", "--output", str(file)]) == 0
-    assert "not carried over: --\\ud800 1" in file.read_text()
+    assert main(["configs", "--from_minimind", options, "--output", str(file)]) == 0
+    assert said in " ".join(file.read_text().split("\n"))
     assert [path.name for path in tmp_path.iterdir()] == ["ours.yaml"]
 
 
-def test_a_contradiction_in_the_result_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["configs", "--from_minimind", "--hidden_size 500 --learning_rate inf"]) == 0
-    text = capsys.readouterr().out
-    assert "# - to be fixed: model.hidden_size: expected a multiple of" in text
-    assert "# - to be fixed: optimizer.learning_rate: expected a finite number" in text
-
-
-def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_file_that_is_there_stays(tmp_path, capsys):
     file = tmp_path / "there.yaml"
     file.write_text("mine\n")
     line = refused(capsys, "--from_minimind", "--epochs 1", "--output", str(file), code=73)
     assert "expected a new file" in line
     assert file.read_text() == "mine\n"
     assert [path.name for path in tmp_path.iterdir()] == ["there.yaml"]
-    assert "one of the options --from_" in refused(capsys, "--output", "x.yaml")
     assert main(["configs", "--from_minimind", "--epochs 1"]) == 0
     assert capsys.readouterr().out.startswith("# Read from")
-
-
-def test_the_help_ends_in_examples(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as caught:
-        main(["configs", "--help"])
-    assert caught.value.code == 0
-    assert "--from_minimind" in capsys.readouterr().out.strip().splitlines()[-1]

@@ -23,7 +23,7 @@ CPU, GPUS = Machine(gpus=0, cores=2), Machine(gpus=2, cores=16)
 
 
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def plain_environment(monkeypatch, tmp_path) -> None:
     """No launcher's variables, and a home without a file of Accelerate's."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -41,7 +41,7 @@ def told(text: str, machine: Machine = CPU, config: Config | None = None) -> lis
     return lines
 
 
-def test_a_machine_without_surprises_is_fine(capsys: pytest.CaptureFixture[str]):
+def test_a_machine_without_surprises_is_fine(capsys):
     file = str(ROOT / "configs" / "accelerate" / "cpu2.yaml")
     config = str(ROOT / "configs" / "quickstart.yaml")
     assert main(["doctor", "--accelerate_config", file, "--config", config]) == 0
@@ -53,16 +53,7 @@ def test_a_machine_without_surprises_is_fine(capsys: pytest.CaptureFixture[str])
     assert output.splitlines()[-1] == "nothing here would surprise a run"
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda f: f.stem
-)
-def test_the_launch_files_of_the_project_surprise_nobody(file: Path):
-    assert told(file.read_text()) == []
-
-
-def test_the_file_is_found_where_accelerate_finds_it(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_the_file_is_found_where_accelerate_finds_it(capsys):
     assert main(["doctor"]) == 0
     assert f"no file at {default_accelerate_file()}" in capsys.readouterr().out
     default_accelerate_file().parent.mkdir(parents=True)
@@ -74,7 +65,7 @@ def test_the_file_is_found_where_accelerate_finds_it(
 
 
 @pytest.mark.parametrize("variable", ["HF_HOME", "XDG_CACHE_HOME", None])
-def test_accelerate_looks_there_too(variable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_accelerate_looks_there_too(variable, tmp_path, monkeypatch):
     from accelerate.commands.config import config_args
 
     with monkeypatch.context() as patched:
@@ -107,7 +98,7 @@ def test_accelerate_looks_there_too(variable: str | None, tmp_path: Path, monkey
         ("distributed_type: MEGATRON_LM\nnum_processes: 2", GPUS, "distributed.strategy: ddp"),
     ],
 )  # fmt: skip
-def test_each_surprise_is_told_and_alone(text: str, machine: Machine, start: str):
+def test_each_surprise_is_told_and_alone(text, machine, start):
     more = "\nuse_cpu: true" in text and machine is GPUS
     lines = told(text, machine)
     assert sum(line.startswith(start) for line in lines) == 1
@@ -117,6 +108,7 @@ def test_each_surprise_is_told_and_alone(text: str, machine: Machine, start: str
 @pytest.mark.parametrize(
     ("text", "machine"),
     [
+        *((file.read_text(), CPU) for file in sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))),
         ("distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\nmixed_precision: 'no'", CPU),
         ("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16", GPUS),
         ("distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true", CPU),
@@ -125,7 +117,7 @@ def test_each_surprise_is_told_and_alone(text: str, machine: Machine, start: str
         ("distributed_type: MULTI_GPU\nnum_processes: 16\nnum_machines: 8\nmain_process_ip: a", GPUS),
     ],
 )
-def test_what_works_is_not_warned_of(text: str, machine: Machine):
+def test_what_works_is_not_warned_of(text, machine):
     assert told(text, machine) == []
 
 
@@ -146,9 +138,7 @@ def test_disagreements_with_the_configuration():
     assert any(line.startswith("training.global_batch_size: makes 2 accumulation steps") for line in lines)
 
 
-def test_the_environment_and_the_machine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
+def test_the_environment_and_the_machine(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     monkeypatch.setattr(doctor, "multiplies_in_bf16", lambda: False)
@@ -172,9 +162,7 @@ def test_the_environment_and_the_machine(
         assert text in output, text
 
 
-def test_threads_and_folder_as_a_run_would_have_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
+def test_threads_and_folder_as_a_run_would_have_them(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LLM_PRETRAIN_OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -188,25 +176,6 @@ def test_threads_and_folder_as_a_run_would_have_them(
     assert "warning: runs: no run can write there" in output
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: [1\n", "not a valid YAML file"),
-        ("- 1\n", "expected Accelerate's settings"),
-        (None, "expected a text file"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_one_line(
-    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    file = tmp_path / "accelerate.yaml"
-    if text is not None:
-        file.write_text(text)
-    assert main(["doctor", "--accelerate_config", str(file)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert message in line
-
-
 def test_what_the_file_may_hold_is_what_accelerate_takes():
     """Accelerate's own list of keys; an unknown one stops `accelerate launch`."""
     import dataclasses
@@ -217,10 +186,3 @@ def test_what_the_file_may_hold_is_what_accelerate_takes():
 
     taken = {field.name for field in dataclasses.fields(ClusterConfig)}
     assert taken <= _KEYS
-
-
-def test_the_help_ends_in_examples(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as caught:
-        main(["doctor", "--help"])
-    assert caught.value.code == 0
-    assert "my_cluster.yaml" in capsys.readouterr().out.strip().splitlines()[-1]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 import zlib
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.corpora import make_store, make_texts, write_jsonl
-from support.launching import ROOT, environment, train_tiny
+from support.launching import ROOT, Finished, environment, train_tiny
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints.opening import open_model
@@ -28,7 +27,7 @@ def evaluate(capsys, *argv: str | Path) -> dict:
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> tuple[Path, list[str]]:
+def texts(tmp_path) -> tuple[Path, list[str]]:
     """A jsonl file of short and long documents, and their texts."""
     texts = [*make_texts(6, seed=3), " ".join(make_texts(8, seed=4))]
     return write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in texts]), texts
@@ -48,34 +47,40 @@ def document_nats(
     return nats
 
 
-@pytest.mark.parametrize("named", ["", "checkpoints/step-00000006", "checkpoints/step-00000004"])
-def test_a_checkpoint_gives_the_runs_own_row_to_the_last_bit(trained_run, capsys, named):
-    figures = evaluate(capsys, trained_run.folder / named)
-    row = trained_run.rows[figures["step"]]
-    assert figures["step"] == (4 if "4" in named else 6)
+def assert_own_row(figures: dict, run: Finished) -> None:
+    assert figures["kind"] == "checkpoint"
+    row = run.rows[figures["step"]]
     for name in ("loss", "perplexity", "bits_per_byte"):
         assert figures[name] == row[f"eval/{name}"], name
+
+
+@pytest.mark.parametrize(
+    ("named", "step"), [("", 4), ("checkpoints/step-00000004", 4), ("checkpoints/step-00000002", 2)]
+)
+def test_a_checkpoint_gives_the_runs_own_row_to_the_last_bit(trained_run, capsys, named, step):
+    figures = evaluate(capsys, trained_run.folder / named)
+    assert figures["step"] == step
+    assert_own_row(figures, trained_run)
 
 
 def test_a_run_with_kernels_of_its_own_gives_its_row_too(plain_store, tmp_path, capsys):
-    kernels = {"experts": "reference", "loss": "full"}
-    named = [text for part, name in kernels.items() for text in (f"--training.{part}_implementation", name)]
-    steps = ["--training.max_steps", "2", "--schedule.warmup_steps", "1", "--evaluation.max_batches", "2"]
-    run = train_tiny(plain_store, tmp_path / "run", *named, *steps)
-    figures, row = evaluate(capsys, run.folder), run.rows[2]
-    assert (figures["kind"], figures["step"]) == ("checkpoint", 2)
-    for name in ("loss", "perplexity", "bits_per_byte"):
-        assert figures[name] == row[f"eval/{name}"], name
+    kernels = ["--training.experts_implementation", "reference", "--training.loss_implementation", "full"]
+    steps = ["--training.max_steps", "1", "--schedule.warmup_steps", "1", "--evaluation.max_batches", "1"]
+    run = train_tiny(plain_store, tmp_path / "run", *kernels, *steps)
+    assert_own_row(evaluate(capsys, run.folder), run)
 
 
 def test_the_row_is_met_with_the_store_named_and_missed_with_other_settings(trained_run, plain_store, capsys):
-    loss = trained_run.rows[6]["eval/loss"]
+    loss = trained_run.rows[4]["eval/loss"]
     assert evaluate(capsys, trained_run.folder, "--store", plain_store)["loss"] == loss
     whole = evaluate(capsys, trained_run.folder, "--max_batches", "0")
     assert whole["loss"] != loss
     assert whole["tokens"] == TokenStore(plain_store).facts["splits"]["validation"]["targets"]
     assert whole["bytes"] == TokenStore(plain_store).split("validation").text_bytes
     assert whole["zlib_bits_per_byte"] == TokenStore(plain_store).zlib_bits_per_byte
+    train = evaluate(capsys, trained_run.folder, "--split", "train", "--max_batches", "0")
+    facts = TokenStore(plain_store).facts["splits"]["train"]
+    assert (train["tokens"], train["bytes"]) == (facts["targets"], facts["text_bytes"])
     other_size = evaluate(capsys, trained_run.folder, "--max_batches", "0", "--micro_batch_size", "3")
     assert other_size["loss"] == pytest.approx(whole["loss"], rel=1e-6)
 
@@ -93,19 +98,12 @@ def test_what_was_evaluated_is_said_in_sequences_at_any_micro_batch(trained_run,
 
 
 def test_half_precision_weights_and_autocast_are_near(trained_run, capsys):
-    loss = trained_run.rows[6]["eval/loss"]
+    loss = trained_run.rows[4]["eval/loss"]
     weights = evaluate(capsys, trained_run.folder / "weights")
-    assert (weights["kind"], weights["step"]) == ("weights", 6)
+    assert (weights["kind"], weights["step"]) == ("weights", 4)
     assert 0 < abs(weights["loss"] - loss) < 1e-2
     low = evaluate(capsys, trained_run.folder, "--precision", "bf16")
     assert 0 < abs(low["loss"] - loss) < 2e-2
-
-
-def test_the_train_split_is_another(trained_run, plain_store, capsys):
-    figures = evaluate(capsys, trained_run.folder, "--split", "train", "--max_batches", "0")
-    facts = TokenStore(plain_store).facts["splits"]["train"]
-    assert (figures["tokens"], figures["bytes"]) == (facts["targets"], facts["text_bytes"])
-    assert 0 < figures["zlib_bits_per_byte"] < 8
 
 
 def test_files_are_evaluated_as_documented(trained_run, texts, capsys):
@@ -160,7 +158,7 @@ def test_special_tokens_are_no_bytes_of_the_text(trained_run, plain_store, tmp_p
 def test_lm_evals_command_gives_the_bits_per_byte_of_evaluate(trained_run, tmp_path):
     """On a run's weights, by a task file of its own, without a network."""
     pytest.importorskip("lm_eval", reason="needs the package lm-eval")
-    weights, reference = trained_run.folder / "weights" / "step-00000006", tmp_path / "reference.json"
+    weights, reference = trained_run.folder / "weights" / "step-00000004", tmp_path / "reference.json"
     for script in ("reference.py", "check_lm_eval.py"):
         command = [sys.executable, str(ROOT / "examples" / "readers" / script), str(weights), str(reference)]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
@@ -171,9 +169,9 @@ def test_lm_evals_command_gives_the_bits_per_byte_of_evaluate(trained_run, tmp_p
 def test_what_is_printed_for_people(trained_run, capsys):
     assert main(["evaluate", str(trained_run.folder)]) == 0
     out = capsys.readouterr().out
-    row = trained_run.rows[6]
+    row = trained_run.rows[4]
     for expected in (
-        "checkpoints/step-00000006 (checkpoint, step 6, fp32 on cpu)",
+        "checkpoints/step-00000004 (checkpoint, step 4, fp32 on cpu)",
         f"loss           {row['eval/loss']:.6f}\n",
         f"bits per byte  {row['eval/bits_per_byte']:.6f}\n",
         "zlib -9 ",
@@ -181,39 +179,10 @@ def test_what_is_printed_for_people(trained_run, capsys):
         assert expected in out
 
 
-def test_wrong_input_is_one_line_that_names_it(trained_run, plain_store, tmp_path, capsys):
-    def refused(*argv: str | Path, code: int) -> str:
-        assert main(["evaluate", *map(str, argv)]) == code
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.count("\n") == 1, err
-        return err
-
-    folder = trained_run.folder
-    outside = Path(shutil.copytree(folder / "weights" / "step-00000006", tmp_path / "outside"))
-    assert "--store: expected a store, since SOURCE is in no run" in refused(outside, code=2)
-    assert "none of them" in refused(tmp_path / "nowhere", code=74)
-    for option, value in (("--max_batches", -1), ("--sequence_length", 0), ("--micro_batch_size", 0)):
-        assert f"{option}: expected" in refused(folder, option, str(value), code=2)
-    assert "--sequence_length: expected at most" in refused(folder, "--sequence_length", str(1 << 20), code=2)
-    assert "--split: expected no --input" in refused(folder, "--input", "a", "--split", "train", code=2)
-    assert "none.txt" in refused(folder, "--input", tmp_path / "none.txt", code=65)
-    empty = tmp_path / "empty.txt"
-    empty.touch()
-    assert "expected documents, found none" in refused(folder, "--input", empty, code=65)
-    assert "store.json" in refused(folder, "--store", tmp_path, code=65)
-    twice = (folder, "--store", plain_store, "--store", f"{plain_store}/.")
-    assert f"each named once, found '{plain_store}/.'" in refused(*twice, code=2)
-    assert "each named once, found ''" in refused(folder, "--store=", code=2)
-    broken = Path(shutil.copytree(folder, tmp_path / "run"))
-    for file in broken.glob("weights/*/tokenizer.json"):
-        file.write_text(file.read_text() + " ")
-    message = refused(broken / "weights", "--store", plain_store, code=65)
-    assert "expected a store of the model's tokenizer" in message
+def test_a_store_without_validation_texts_is_named(trained_run, tmp_path, capsys):
     store = make_store(tmp_path / "no-validation", documents=20, validation_fraction=0.0)
-    assert "expected tokens to evaluate on in the validation split" in refused(
-        folder, "--store", store.path, code=65
-    )
+    assert main(["evaluate", str(trained_run.folder), "--store", str(store.path)]) == 65
+    assert "expected tokens to evaluate on in the validation split" in capsys.readouterr().err
 
 
 def test_several_stores_each_have_their_figures(trained_run, plain_store, changed_store, capsys):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.corpora import make_tokenizer
-from support.launching import Finished
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints.opening import open_model
@@ -90,7 +89,7 @@ def test_a_model_without_an_architecture_is_refused_by_field(tmp_path, capsys):
     assert not out.exists()
 
 
-def test_nothing_is_replaced_without_overwrite(run, tmp_path, capsys):
+def test_an_export_replaces_itself_with_overwrite_and_nothing_else(run, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     command = ["export", str(run), "--to", "huggingface", "--output", str(out)]
@@ -102,7 +101,9 @@ def test_nothing_is_replaced_without_overwrite(run, tmp_path, capsys):
     (out / "thesis.txt").write_text("mine")
     assert main([*command, "--overwrite"]) == 2
     assert "found thesis.txt in it, which this program did not write" in capsys.readouterr().err
-    assert (out / "thesis.txt").read_text() == "mine"
+    (out / "thesis.txt").unlink()
+    (out / MARKER).unlink()
+    assert main([*command, "--overwrite"]) == 2, "without its list of files"
 
 
 def test_what_another_export_wrote_meanwhile_is_not_replaced(run, tmp_path, capsys, monkeypatch):
@@ -122,55 +123,36 @@ def test_what_another_export_wrote_meanwhile_is_not_replaced(run, tmp_path, caps
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
 
 
-def test_weights_of_another_program_are_not_replaced(run, tmp_path, capsys):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "config.json").write_text("{}")
-    (out / "thesis.txt").write_text("mine")
-    command = ["export", str(run), "--to", "huggingface", "--output", str(out), "--overwrite"]
-    assert main(command) == 2
-    assert "found something else; choose another" in capsys.readouterr().err
+FOUND: dict[str, tuple[str, str, int, str]] = {
+    "weights of another program": ("theirs", "huggingface", 2, "found something else; choose another"),
+    "a link to weights": ("link", "huggingface", 2, "expected"),
+    "a folder": ("theirs", "gguf", 2, "expected a f"),
+    "a file": ("text", "huggingface", 2, "expected a f"),
+    **{
+        f"a file of {content}": (name, "gguf", 73, "expected a new file, or one that this program wrote")
+        for name, content in (("text", "text"), ("model", "another's GGUF"), ("notes", "notes about this"))
+    },
+    **{
+        f"the source, {place}": (f"run/{place}", "huggingface", 2, "expected a folder without the weights")
+        for place in ("weights/step-00000002", "weights", ".")
+    },
+}
+"""What stands at the output -> its place, the kind of export, the exit code, and what is said."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_no_export_of_this_kind_is_never_replaced(run, tmp_path, capsys, name):
+    place, kind, code, said = FOUND[name]
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text("{}")
     (tmp_path / "link").symlink_to(run / "weights" / "step-00000001")
-    assert main([*command[:-2], str(tmp_path / "link"), "--overwrite"]) == 2
-    assert {each.name for each in out.iterdir()} == {"config.json", "thesis.txt"}
-
-
-def test_only_an_export_with_its_list_of_files_is_replaced(run, tmp_path):
-    out = tmp_path / "out"
-    command = ["export", str(run), "--to", "huggingface", "--output", str(out), "--overwrite"]
-    assert main(command) == 0
-    assert main(command) == 0
-    (out / MARKER).unlink()
-    assert main(command) == 2
-
-
-def test_a_file_of_another_program_is_not_replaced_by_gguf(run, tmp_path, capsys):
-    for content in (b"the only copy", b"GGUF of a model from elsewhere", b"notes about llm_pretrain"):
-        (tmp_path / "file").write_bytes(content)
-        command = ["export", str(run), "--to", "gguf", "--output", str(tmp_path / "file"), "--overwrite"]
-        assert main(command) == 73
-        assert "expected a new file, or one that this program wrote" in capsys.readouterr().err
-        assert (tmp_path / "file").read_bytes() == content
-
-
-@pytest.mark.parametrize("place", ["weights/step-00000002", "weights", "."])
-def test_the_source_is_never_replaced(run, capsys, place):
-    command = ["export", str(run), "--to", "huggingface", "--output", str(run / place), "--overwrite"]
-    assert main(command) == 2
-    assert "expected a folder without the weights" in capsys.readouterr().err
-    assert (run / "weights" / "step-00000002" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("to", ["gguf", "huggingface"])
-def test_wrong_input_is_one_line(run, tmp_path, capsys, to):
-    (tmp_path / "empty").mkdir()
-    out = tmp_path / "out"
-    for source in (tmp_path / "none", tmp_path / "empty", tmp_path / "tokenizer" / "tokenizer.json"):
-        assert main(["export", str(source), "--to", to, "--output", str(out)]) == 74
-        error = capsys.readouterr().err
-        assert error.startswith("llm-pretrain export: error: ")
-        assert error.count("\n") == 1
-    assert not out.exists()
+    files = {"text": b"the only copy", "model": b"GGUF of another", "notes": b"notes about llm_pretrain"}
+    for file, content in files.items():
+        (tmp_path / file).write_bytes(content)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert main(["export", str(run), "--to", kind, "--output", str(tmp_path / place), "--overwrite"]) == code
+    assert said in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_tokenizer_that_gguf_lacks_is_one_line(run, tmp_path, capsys):
@@ -204,34 +186,17 @@ def test_a_broken_tokenizer_is_refused_in_one_line(run, tmp_path, capsys, change
     assert not (tmp_path / "model.gguf").exists()
 
 
-def test_a_kind_of_output_is_not_replaced_by_another(run, tmp_path, capsys):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("text")
-    for to, output in (("gguf", "folder"), ("huggingface", "file")):
-        command = ["export", str(run), "--to", to, "--output", str(tmp_path / output), "--overwrite"]
-        assert main(command) == 2
-        assert "expected a f" in capsys.readouterr().err
-
-
-def test_help_ends_in_examples(capsys):
-    with pytest.raises(SystemExit):
-        main(["export", "--help"])
-    assert capsys.readouterr().out.rstrip().endswith("--overwrite")
-
-
-def test_a_checkpoint_is_exported_in_full_precision(
-    trained_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_checkpoint_is_exported_in_full_precision(trained_run, tmp_path, monkeypatch):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    checkpoint = trained_run.folder / "checkpoints" / "step-00000006"
+    checkpoint = trained_run.folder / "checkpoints" / "step-00000004"
     output = tmp_path / "model"
     assert main(["export", str(checkpoint), "--to", "huggingface", "--output", str(output)]) == 0
     exported, full = load_pretrained(output).state_dict(), open_model(checkpoint).model.state_dict()
     assert exported.keys() == full.keys()
     assert all(torch.equal(exported[name], full[name]) for name in full)
-    rounded = load_pretrained(trained_run.folder / "weights" / "step-00000006").state_dict()
+    rounded = load_pretrained(trained_run.folder / "weights" / "step-00000004").state_dict()
     assert any(not torch.equal(rounded[name], full[name]) for name in full)
     assert (output / "tokenizer.json").is_file()
     assert not list(scratch.iterdir()), "what was needed on the way is gone"

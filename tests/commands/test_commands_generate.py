@@ -1,9 +1,7 @@
-"""`llm-pretrain generate`: what it prints is a function of the model, the prompts and the options."""
+"""`llm-pretrain generate` and `chat`: what they print follows from the model, the prompts and the options."""
 
-import argparse
 import io
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,31 +10,43 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.corpora import make_tokenizer
 from support.launching import ROOT, train_tiny
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import generate
 from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.data.chat import chat_prompt_ids
+from llm_pretrain.data.tokenizer_training import train_tokenizer
+from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.export.config_json import huggingface_config
-from llm_pretrain.export.huggingface import load_pretrained, to_huggingface
+from llm_pretrain.export.huggingface import end_of_turn_id, load_pretrained, to_huggingface
+from llm_pretrain.model import generation
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.model_setup import initialize_weights
 
-CONFIG = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=64,
-    initializer_range=0.3,
-)
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
+
+
+def weights(folder: Path, vocab_size: int, positions: int, bos: int | None, eos: int | None) -> Path:
+    config = ModelConfig(
+        **{"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": positions},
+        initializer_range=0.3,
+    )
+    model = Decoder(config)
+    initialize_weights(model, 0)
+    if eos == 1:  # never the likeliest: no early end
+        model.model.embed_tokens.weight.data[1] = 0
+    save_file(to_huggingface(model.state_dict(), config, torch.float32), folder / "model.safetensors")
+    ids = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": None}
+    (folder / "config.json").write_text(json.dumps(huggingface_config(config, **ids, dtype="fp32")))
+    return folder
 
 
 @pytest.fixture
 def folder(tmp_path):
+    """Letters are tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {letter: i for i, letter in enumerate(["<s>", "</s>", *LETTERS])}
@@ -45,19 +55,11 @@ def folder(tmp_path):
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    model = Decoder(CONFIG)
-    initialize_weights(model, 0)
-    model.model.embed_tokens.weight.data[1] = 0  # never the likeliest: no early end
-    save_file(to_huggingface(model.state_dict(), CONFIG, torch.float32), tmp_path / "model.safetensors")
-    config = huggingface_config(CONFIG, bos_token_id=0, eos_token_id=1, pad_token_id=None, dtype="fp32")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+    return weights(tmp_path, 64, 64, 0, 1)
 
 
 def run(capsys, *argv: str) -> str:
-    parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
-    assert generate.run(parser.parse_args(argv)) == 0
+    assert main(["generate", *argv]) == 0
     return capsys.readouterr().out.removesuffix("\n")
 
 
@@ -76,10 +78,8 @@ def test_prints_the_prompt_and_the_likeliest_continuation(folder, capsys):
 
 
 def test_a_text_ends_with_the_models_positions_and_says_so(folder, capsys):
-    parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
     argv = [str(folder), "--prompt", "hello", "--max_new_tokens", "500", "--temperature", "0"]
-    assert generate.run(parser.parse_args(argv)) == 0
+    assert main(["generate", *argv]) == 0
     out, err = capsys.readouterr()
     assert out == recomputed(folder, "hello", 64 - 6) + "\n"
     assert err == "note: ended at the model's 64 positions (max_position_embeddings)\n"
@@ -89,15 +89,13 @@ def test_a_tokenizer_that_is_not_the_models_is_said(folder, capsys):
     other = folder / "other"
     other.mkdir()
     text = (folder / "tokenizer.json").read_text()
-    parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
     argv = [str(folder), "--prompt", "hello", "--max_new_tokens", "1", "--tokenizer", str(other)]
     for changed, warning in (
         (text, ""),
         (text.replace('"a"', '"A"'), f"warning: {other} is not the tokenizer beside the model, {folder}\n"),
     ):
         (other / "tokenizer.json").write_text(changed)
-        assert generate.run(parser.parse_args(argv)) == 0
+        assert main(["generate", *argv]) == 0
         assert capsys.readouterr().err == warning
 
 
@@ -153,61 +151,39 @@ def test_a_run_a_checkpoint_and_weights_can_be_named(trained_run, capsys):
     options = ("--prompt", "one two", "--temperature", "0", "--max_new_tokens", "12")
     texts = {
         name: run(capsys, str(folder / name), *options)
-        for name in ("", "checkpoints", "checkpoints/step-00000006", "weights", "weights/step-00000004")
+        for name in ("", "checkpoints", "checkpoints/step-00000004", "weights", "weights/step-00000002")
     }
-    assert texts[""] == texts["checkpoints"] == texts["checkpoints/step-00000006"]
+    assert texts[""] == texts["checkpoints"] == texts["checkpoints/step-00000004"]
     assert all(text.startswith("one two") for text in texts.values())
     assert run(capsys, str(folder), *options, "--dtype", "bf16").startswith("one two")
 
 
-def test_wrong_input_is_one_line_that_names_it(folder, trained_run, tmp_path, capsys, monkeypatch):
-    def refused(*argv: str, code: int) -> str:
-        assert main(["generate", *argv]) == code
+def test_what_the_model_lacks_is_named(folder, trained_run, capsys):
+    def refused(code: int, *argv: str) -> str:
+        assert main(["generate", str(folder), *argv]) == code
         out, err = capsys.readouterr()
-        assert out == ""
-        assert err.count("\n") == 1, err
+        assert (out, err.count("\n")) == ("", 1), err
         return err
 
-    prompt = ("--prompt", "a")
-    assert "nowhere/config.json: expected a weights folder" in refused(
-        str(tmp_path / "nowhere"), *prompt, code=74
-    )
-    (tmp_path / "empty").mkdir()
-    assert "name a folder such as RUN/weights/step-" in refused(str(tmp_path / "empty"), *prompt, code=74)
-    assert "--prompt: expected a text" in refused(str(folder), code=2)
-    for option, value in (
-        *(("--top_k", "-1"), ("--top_p", "0"), ("--top_p", "1.5"), ("--temperature", "-0.1")),
-        *(("--temperature", "nan"), ("--max_new_tokens", "-1"), ("--num_samples", "0"), ("--seed", "-1")),
-        *(("--device", "nonsense"), ("--device", "meta"), ("--device", "hpu"), ("--prompt", "\udce4")),
-    ):
-        assert f"{option}: expected" in refused(str(folder), *prompt, option, value, code=2)
-    assert "prompt 1: expected 1 to 63 tokens" in refused(str(folder), "--prompt", "a" * 63, code=2)
-    assert "--prompt_file" in refused(str(folder), "--prompt_file", str(tmp_path / "none.txt"), code=65)
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"ab\xff")))
-    assert "found byte 0xff at offset 2" in refused(str(folder), "--prompt_file", "-", code=65)
-    other = trained_run.folder / "weights" / "step-00000006"
-    assert "another model's tokenizer" in refused(str(folder), *prompt, "--tokenizer", str(other), code=74)
-    (folder / "tokenizer.json").rename(folder / "moved.json")
-    assert "tokenizer.json: expected the tokenizer beside the weights" in refused(
-        str(folder), *prompt, code=74
-    )
-    shutil.copy(folder / "moved.json", folder / "tokenizer.json")
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.truncate(100)
-    assert "model.safetensors: expected a safetensors file" in refused(str(folder), *prompt, code=74)
-
-
-def test_without_a_start_token_a_prompt_needs_text(folder, capsys):
+    assert "prompt 1: expected 1 to 63 tokens" in refused(2, "--prompt", "a" * 63)
+    other = trained_run.folder / "weights" / "step-00000004"
+    assert "another model's tokenizer" in refused(74, "--prompt", "a", "--tokenizer", str(other))
+    settings = folder / "generation_config.json"
+    settings.write_text('{"bos_token_id": 99999}')
+    expected = "expected a bos_token_id of the model's 64 ids, found 99999"
+    assert expected in refused(74, "--prompt", "a")
+    settings.unlink()
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token_id": None, "eos_token_id": None}))
-    assert main(["generate", str(folder), "--prompt", ""]) == 2
-    assert "no start token" in capsys.readouterr().err
-
-
-def test_a_start_token_beyond_the_vocabulary_is_named(folder, capsys):
-    (folder / "generation_config.json").write_text('{"bos_token_id": 99999}')
-    assert main(["generate", str(folder), "--prompt", "a"]) == 74
-    assert "expected a bos_token_id of the model's 64 ids, found 99999" in capsys.readouterr().err
+    config = file.read_text()
+    file.write_text(json.dumps(json.loads(config) | {"bos_token_id": None, "eos_token_id": None}))
+    assert "no start token" in refused(2, "--prompt", "")
+    file.write_text(config)
+    (folder / "tokenizer.json").rename(folder / "moved.json")
+    assert "tokenizer.json: expected the tokenizer beside the weights" in refused(74, "--prompt", "a")
+    (folder / "moved.json").rename(folder / "tokenizer.json")
+    with (folder / "model.safetensors").open("r+b") as weights:
+        weights.truncate(100)
+    assert "model.safetensors: expected a safetensors file" in refused(74, "--prompt", "a")
 
 
 def test_texts_are_drawn_as_they_are_printed_not_listed_before(folder, monkeypatch):
@@ -219,19 +195,9 @@ def test_texts_are_drawn_as_they_are_printed_not_listed_before(folder, monkeypat
             raise BrokenPipeError
 
     monkeypatch.setattr(generate, "write_out", stop_after_two)
-    parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
-    many = parser.parse_args([str(folder), "--prompt", "a", "--num_samples", str(10**12)])
-    many.max_new_tokens = 1
-    with pytest.raises(BrokenPipeError):
-        generate.run(many)
+    many = [str(folder), "--prompt", "a", "--num_samples", str(10**12), "--max_new_tokens", "1"]
+    assert main(["generate", *many]) == 141
     assert len(printed) == 2
-
-
-def test_help_ends_in_examples(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        main(["generate", "--help"])
-    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("  llm-pretrain generate")
 
 
 def test_a_terminal_without_the_characters_gets_question_marks(trained_run, capsys, monkeypatch):
@@ -244,7 +210,7 @@ def test_a_terminal_without_the_characters_gets_question_marks(trained_run, caps
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [".", "weights"])
-def test_generation_imports_no_compiler(source: str, plain_store: Path, tmp_path: Path):
+def test_generation_imports_no_compiler(source, plain_store, tmp_path):
     """Each of these takes one to two CPU seconds, of four in all."""
     train_tiny(plain_store, tmp_path / "run", "--training.max_steps", "1", "--schedule.warmup_steps", "0")
     arguments = ["generate", str(tmp_path / "run" / source), "--prompt", "a"]
@@ -255,3 +221,155 @@ def test_generation_imports_no_compiler(source: str, plain_store: Path, tmp_path
     )
     printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
     assert printed.stdout.splitlines()[-1].split() == [b"found"]
+
+
+# --- chat --------------------------------------------------------------------------------------
+
+
+def with_weights(folder: Path, *, positions: int = 512) -> Path:
+    """A model beside the tokenizer that is in `folder`."""
+    tokenizer = open_tokenizer(folder)
+    return weights(folder, 384, positions, tokenizer.bos_token_id, tokenizer.eos_token_id)
+
+
+@pytest.fixture
+def with_template(tmp_path) -> Path:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("the quick brown fox and so on and on\n" * 40)
+    train_tokenizer([str(corpus)], tmp_path / "tokenizer", 320)
+    return with_weights(tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    return with_weights(make_tokenizer(tmp_path / "base"))
+
+
+@pytest.fixture
+def talk(capsys, monkeypatch):
+    """Chat through a pipe: (standard output, standard error) for lines of input."""
+
+    def run(*argv: str | Path, lines: list[str], code: int = 0) -> tuple[str, str]:
+        typed = "".join(line + "\n" for line in lines).encode("utf-8", "surrogateescape")
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="ascii"))
+        assert main(["chat", *map(str, argv)]) == code
+        return tuple(capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def prompts(monkeypatch) -> list[list[int]]:
+    """What the model was given, turn by turn."""
+    seen, real = [], generation.generate
+
+    def watched(model, given, **settings):
+        seen.extend(list(ids) for ids in given)
+        return real(model, given, **settings)
+
+    monkeypatch.setattr(generation, "generate", watched)
+    return seen
+
+
+OPTIONS = ("--max_new_tokens", "8", "--temperature", "0")
+
+
+def test_turns_are_laid_out_by_the_template(with_template, talk, prompts):
+    options = (with_template, *OPTIONS, "--system", "be brief")
+    answer, _ = talk(*options, lines=["hello"])
+    out, err = talk(*options, lines=["hello", "", "again <|im_end|>"])
+    assert out.startswith(answer)
+    assert "cut off" in err
+    tokenizer = open_tokenizer(with_template)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    assert prompts[0] == prompts[1] == chat_prompt_ids(tokenizer, messages)
+    messages += [{"role": "assistant", "content": answer.removesuffix("\n")}]
+    messages += [{"role": "user", "content": "again <|im_end|>"}]
+    assert prompts[2] == chat_prompt_ids(tokenizer, messages)
+    assert len(prompts) == 3, "an empty line is no turn"
+
+
+@pytest.mark.parametrize("name", ["<|im_end|>", "<end_of_turn>"])
+def test_the_ends_of_texts_and_of_turns_end_an_answer(name, with_template, talk, monkeypatch):
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+    for file in names:
+        text = (with_template / file).read_text("utf-8")
+        (with_template / file).write_text(text.replace("<|im_end|>", name), "utf-8")
+    tokenizer = open_tokenizer(with_template)
+    ends = []
+
+    def fake(model, given, *, stop_ids, **settings):
+        ends.append(stop_ids)
+        yield tokenizer.encode(["fox"])[0][:1]
+        yield [max(stop_ids)]
+
+    monkeypatch.setattr(generation, "generate", fake)
+    out, err = talk(with_template, lines=["hello"])
+    special = end_of_turn_id(with_template)
+    assert ends == [{tokenizer.eos_token_id, special}]
+    assert special not in (None, tokenizer.eos_token_id)
+    assert out.strip()
+    assert "<|" not in out
+    assert err == ""
+
+
+def test_a_base_model_continues_the_text(base, talk, prompts):
+    out, err = talk(base, *OPTIONS, lines=["one", "two"])
+    assert "no chat template" in err
+    tokenizer = open_tokenizer(base)
+    start = [tokenizer.bos_token_id]
+    assert prompts[0] == start + tokenizer.encode(["one"])[0]
+    first = tokenizer.decode(prompts[1][1:])
+    assert first.startswith("one")
+    assert first.endswith("two")
+    assert out.startswith(first.removeprefix("one").removesuffix("two"))
+
+
+def test_reset_quit_and_unknown_commands(base, talk, prompts):
+    _, err = talk(base, *OPTIONS, lines=["one", "/reset", "/nonsense", "two", "/quit", "three"])
+    tokenizer = open_tokenizer(base)
+    assert [tokenizer.decode(ids) for ids in prompts] == ["one", "two"]
+    assert "starts anew" in err
+    assert "unknown command /nonsense" in err
+
+
+def test_the_oldest_turns_are_dropped_where_positions_end(tmp_path, talk, prompts):
+    folder = with_weights(make_tokenizer(tmp_path / "short"), positions=48)
+    _, err = talk(folder, *OPTIONS, lines=["a" * 20, "b" * 20, "c" * 60, "d" * 5])
+    tokenizer = open_tokenizer(folder)
+    texts = [tokenizer.decode(ids) for ids in prompts]
+    assert texts[:2] == ["a" * 20, "b" * 20]
+    assert "the oldest 2 turns are forgotten: the model has 48 positions" in err
+    assert "too long: 61 tokens" in err
+    assert texts[2].endswith("d" * 5)
+    assert all(len(ids) <= 48 - 8 for ids in prompts)
+
+
+def test_an_interrupt_stops_the_answer_alone(base, talk, monkeypatch):
+    calls = []
+
+    def interrupted(model, given, **settings):
+        calls.append(given)
+        yield [ord("x")]
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "generate", interrupted)
+    out, err = talk(base, *OPTIONS, lines=["one", "two"])
+    assert "(stopped)" in err
+    assert len(calls) == 2
+    assert len(out.splitlines()) == 2
+
+
+def test_the_same_seed_gives_the_same_conversation(base, talk):
+    options = ("--max_new_tokens", "12", "--temperature", "1.5", "--seed")
+    first = talk(base, *options, "1", lines=["one", "two"])
+    assert first == talk(base, *options, "1", lines=["one", "two"])
+    assert first != talk(base, *options, "2", lines=["one", "two"])
+
+
+def test_bytes_that_are_no_text_are_named_by_line(with_template, talk):
+    options = (with_template, "--max_new_tokens", "2")
+    out, err = talk(*options, lines=["é", "\udcff", "b"], code=65)
+    assert out.endswith("\n")
+    assert err.endswith("error: standard input:2: expected UTF-8 text, found byte 0xff\n")

@@ -19,7 +19,7 @@ from llm_pretrain.data.store import TokenStore
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+def store(tmp_path_factory) -> TokenStore:
     return make_store(tmp_path_factory.mktemp("inspect") / "store", masked=True, longest=150)
 
 
@@ -33,7 +33,7 @@ def lengths_and_masks(store: TokenStore, name: str) -> tuple[list[int], int, int
     return lengths, places, masked
 
 
-def test_counts_lengths_and_masks_are_the_documents_own(store: TokenStore):
+def test_counts_lengths_and_masks_are_the_documents_own(store):
     facts = inspect_store(store, 100)
     for name in ("train", "validation"):
         lengths, places, masked = lengths_and_masks(store, name)
@@ -53,25 +53,26 @@ def test_counts_lengths_and_masks_are_the_documents_own(store: TokenStore):
         assert sum(row["documents"] for row in split["histogram"]) == len(lengths)
 
 
-def test_efficiency_is_what_the_packings_leave(tmp_path: Path):
+def test_efficiency_is_what_the_packings_leave(tmp_path, capsys):
     """Four documents of 31 targets in sequences of 40: 4 x 31 places, in 4, ceil(124 / 40) or 4 sequences."""
     corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": f"{i}" + "x" * 29} for i in range(4)])
     tokenizer = make_tokenizer(tmp_path / "t")
     store = prepare_store(
         Preparation([str(corpus)], tokenizer, tmp_path / "s", workers=1, validation_fraction=0)
     )
-    packing = inspect_store(store, 40)["splits"]["train"]["packing"]
-    assert packing["best_fit"] == {"sequences": 4, "efficiency": pytest.approx(124 / 160)}
-    assert packing["concat"] == {"sequences": 4, "efficiency": pytest.approx(124 / 160)}
-    assert packing["pad"] == {"sequences": 4, "efficiency": pytest.approx(124 / 160)}
-    packing = inspect_store(store, 62)["splits"]["train"]["packing"]
-    assert packing["best_fit"] == {"sequences": 2, "efficiency": 1.0}
-    assert packing["concat"] == {"sequences": 2, "efficiency": 1.0}
-    assert packing["pad"] == {"sequences": 4, "efficiency": 0.5}
+    for length, expected in (
+        (40, {"best_fit": (4, 124 / 160), "concat": (4, 124 / 160), "pad": (4, 124 / 160)}),
+        (62, {"best_fit": (2, 1.0), "concat": (2, 1.0), "pad": (4, 0.5)}),
+    ):
+        packing = inspect_store(store, length)["splits"]["train"]["packing"]
+        found = {name: (facts["sequences"], facts["efficiency"]) for name, facts in packing.items()}
+        assert found == {name: pytest.approx(value) for name, value in expected.items()}
+    assert main(["inspect", str(store.path), "--samples", "1", "--split", "validation"]) == 0
+    assert "validation 0 documents, 0 tokens\n" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+def prompts(tmp_path_factory) -> TokenStore:
     """Prompts of 你 and their completions, with a character that would steer a terminal."""
     folder = tmp_path_factory.mktemp("prompts")
     records = [{"prompt": f"{i} 你\x1b[2J", "completion": f"好 {i}\n"} for i in range(20)]
@@ -79,16 +80,23 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
     return prepare_store(Preparation([str(corpus)], make_tokenizer(folder / "t"), folder / "s", workers=1))
 
 
-def test_samples_show_masked_tokens_and_no_control_characters(prompts: TokenStore, capsys):
+def test_samples_show_masked_tokens_and_no_control_characters(prompts, capsys, monkeypatch):
     assert main(["inspect", str(prompts.path), "--samples", "3", "--seed", "1"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("⟦") == 3
     assert printed.count("你␛[2J⟧好 ") == 3
     assert "\x1b" not in printed
     assert "left out   1 × empty document" in printed
+    for name, value in (("FORCE_COLOR", "1"), ("NO_COLOR", None), ("TERM", "xterm-256color")):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    assert main(["inspect", str(prompts.path), "--samples", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "⟦" not in printed, "a terminal gets colours instead"
+    assert "\x1b[2;36m" in printed
+    assert "\x1b[2J" not in printed
 
 
-def test_names_in_a_store_do_not_steer_the_terminal(prompts: TokenStore, tmp_path: Path, capsys):
+def test_names_in_a_store_do_not_steer_the_terminal(prompts, tmp_path, capsys):
     copy = Path(shutil.copytree(prompts.path, tmp_path / "copy"))
     edit_facts(copy, lambda facts: facts.update(inputs=["\x1b[2J"], skipped={"\x1b[31m": 2}))
     assert main(["inspect", str(copy)]) == 0
@@ -97,7 +105,7 @@ def test_names_in_a_store_do_not_steer_the_terminal(prompts: TokenStore, tmp_pat
     assert "left out   2 × ␛[31m" in printed
 
 
-def test_samples_are_chosen_by_their_seed_and_say_what_is_stored(prompts: TokenStore):
+def test_samples_are_chosen_by_their_seed_and_say_what_is_stored(prompts):
     first, again, other = (list(sample_documents(prompts, 5, seed)) for seed in (0, 0, 1))
     assert first == again
     assert first != other
@@ -108,25 +116,11 @@ def test_samples_are_chosen_by_their_seed_and_say_what_is_stored(prompts: TokenS
         assert len(masked.encode()) == int((~mask).sum())  # one token per byte
         text = "".join(part.text for part in sample.parts)
         assert text == "<s>" + prompts.tokenizer().decode(ids.tolist()) + "</s>"
+    every = [sample.document for sample in sample_documents(prompts, 1000, 0, "train")]
+    assert sorted(every) == list(range(prompts.split("train").documents)), "each once"
 
 
-def test_more_samples_than_documents_show_each_once(prompts: TokenStore):
-    samples = list(sample_documents(prompts, 1000, 0, "train"))
-    assert sorted(s.document for s in samples) == list(range(prompts.split("train").documents))
-
-
-def test_a_terminal_gets_colours_instead_of_brackets(prompts: TokenStore, capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    assert main(["inspect", str(prompts.path), "--samples", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert "⟦" not in printed
-    assert "\x1b[2;36m" in printed
-    assert "\x1b[2J" not in printed
-
-
-def test_json_is_for_programs(store: TokenStore, capsys):
+def test_json_is_for_programs(store, capsys):
     command = ["inspect", str(store.path), "--json", "--samples", "2", "--verify", "--sequence_length", "100"]
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out)
@@ -138,12 +132,6 @@ def test_json_is_for_programs(store: TokenStore, capsys):
     assert found["inputs"] == ["store-corpus.jsonl"]
 
 
-def test_a_split_without_documents_is_shown(tmp_path: Path, capsys):
-    store = make_store(tmp_path / "store", documents=3, validation_fraction=0)
-    assert main(["inspect", str(store.path), "--samples", "1", "--split", "validation"]) == 0
-    assert "validation 0 documents, 0 tokens\n" in capsys.readouterr().out
-
-
 def copy_as_large(store: TokenStore, folder: Path, patch: pytest.MonkeyPatch) -> Path:
     """A copy that is opened as a store too large to be read whole, whose damage is in no sampled block."""
     patch.setattr(token_store, "VERIFY_LIMIT", 0)
@@ -151,9 +139,7 @@ def copy_as_large(store: TokenStore, folder: Path, patch: pytest.MonkeyPatch) ->
     return Path(shutil.copytree(store.path, folder / "copy"))
 
 
-def test_verify_finds_what_opening_a_large_store_does_not(
-    store: TokenStore, tmp_path: Path, capsys, monkeypatch
-):
+def test_verify_finds_what_opening_a_large_store_does_not(store, tmp_path, capsys, monkeypatch):
     copy = copy_as_large(store, tmp_path, monkeypatch)
     tokens = np.fromfile(copy / "train" / "tokens-00000.bin", dtype="<u2")
     tokens[7] ^= 1
@@ -166,15 +152,6 @@ def test_verify_finds_what_opening_a_large_store_does_not(
     assert error.count("\n") == 1
 
 
-def test_an_edited_count_is_refused(store: TokenStore, tmp_path: Path, capsys):
-    copy = Path(shutil.copytree(store.path, tmp_path / "copy"))
-    facts = json.loads((copy / "store.json").read_text())
-    facts["splits"]["train"]["targets"] -= 1
-    (copy / "store.json").write_text(json.dumps(facts))
-    assert main(["inspect", str(copy)]) == 65
-    assert "store.json: expected unaltered contents (SHA-256" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "value", "message"),
     [
@@ -183,7 +160,7 @@ def test_an_edited_count_is_refused(store: TokenStore, tmp_path: Path, capsys):
     ],
 )
 def test_a_damaged_large_store_is_one_line_too(
-    store: TokenStore, tmp_path: Path, capsys, monkeypatch, name: str, dtype: str, value: int, message: str
+    store, tmp_path, capsys, monkeypatch, name, dtype, value, message
 ):
     copy = copy_as_large(store, tmp_path, monkeypatch)
     numbers = np.fromfile(copy / "train" / name, dtype=dtype)
@@ -195,25 +172,11 @@ def test_a_damaged_large_store_is_one_line_too(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message", "code"),
-    [
-        ("tokenizer/tokenizer.json", [], "tokenizer.json: expected a file of the token store", 65),
-        ("train/offsets.bin", [], "offsets.bin: expected a file of the token store", 65),
-        ("store.json", [], "expected a folder with store.json", 65),
-        (None, ["--sequence_length", "0"], "--sequence_length: expected 1 or more, found 0", 2),
-        (None, ["--samples", "-1"], "--samples: expected 0 or more, found -1", 2),
-        (None, ["--seed", "-1"], "--seed: expected 0 or more, found -1", 2),
-    ],
-)
-def test_what_is_wrong_is_one_line(
-    store: TokenStore, tmp_path: Path, capsys, name: str | None, options: list[str], message: str, code: int
-):
+@pytest.mark.parametrize("name", ["tokenizer/tokenizer.json", "train/offsets.bin", "store.json"])
+def test_a_missing_file_is_one_line(store, tmp_path, capsys, name):
     copy = Path(shutil.copytree(store.path, tmp_path / "copy"))
-    if name:
-        (copy / name).unlink()
-    assert main(["inspect", str(copy), *options]) == code
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
+    (copy / name).unlink()
+    assert main(["inspect", str(copy)]) == 65
+    out, err = capsys.readouterr()
+    assert ("store.json" if name == "store.json" else f"{name}: expected a file of the token store") in err
+    assert (out, err.count("\n")) == ("", 1)

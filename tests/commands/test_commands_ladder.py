@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import pytest
 from support.fork_server import python_path
-from support.ladders import make_ladder
+from support.ladders import SMALL_BASE, make_ladder
 from support.launching import ROOT
 from support.presets import preset
 from support.run_folders import make_run
@@ -45,20 +45,12 @@ from llm_pretrain.launch import jobs
 from llm_pretrain.launch.jobs import Job, LaunchContext, Machine, processes_of
 from llm_pretrain.runs.rows import read_metrics
 
-BASE = """\
-run: {name: tiny}
-model: {hidden_size: 64, intermediate_size: 96, num_hidden_layers: 1, num_attention_heads: 8,
-        num_key_value_heads: 4}
-training: {sequence_length: 32, micro_batch_size: 8, global_batch_size: 8, precision: fp32}
-optimizer: {learning_rate: 0.008}
-schedule: {warmup_steps: 5}
-"""
 BUDGET = ("--budget", "4e9")
 
 
 def command(store: Path, folder: Path, *options: str) -> list[str]:
     base = folder.parent / "base.yaml"
-    base.write_text(BASE)
+    base.write_text(SMALL_BASE)
     script = str(ROOT / "tests" / "support" / "small_ladder.py")
     arguments = ["ladder", "--input", str(store), "--config", str(base), "--output", str(folder)]
     return [sys.executable, script, *arguments, *options]
@@ -70,7 +62,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def finished(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ladder, str]:
+def finished(plain_store, tmp_path_factory) -> tuple[Ladder, str]:
     """A ladder that nothing interrupted, and what it printed."""
     folder = tmp_path_factory.mktemp("finished") / "ladder"
     done = subprocess.run(
@@ -81,7 +73,7 @@ def finished(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 
 @pytest.mark.slow
-def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished: tuple[Ladder, str]):
+def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished):
     ladder, output = finished
     assert len(ladder.rungs) == 3
     assert [len(rung.steps) for rung in ladder.rungs] == [3, 2, 2]
@@ -101,7 +93,7 @@ def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished: tuple
 
 
 @pytest.mark.slow
-def test_a_branch_has_the_bits_of_a_run_from_the_start(finished: tuple[Ladder, str], tmp_path: Path):
+def test_a_branch_has_the_bits_of_a_run_from_the_start(finished, tmp_path):
     ladder, _ = finished
     decay = ladder_runs(ladder.rungs)[-2]
     config = run_config(ladder, decay)
@@ -118,9 +110,7 @@ def test_a_branch_has_the_bits_of_a_run_from_the_start(finished: tuple[Ladder, s
 
 
 @pytest.mark.slow
-def test_a_ladder_that_is_killed_and_stopped_ends_with_the_same_table(
-    finished: tuple[Ladder, str], plain_store: Path, tmp_path: Path
-):
+def test_a_ladder_that_is_killed_and_stopped_ends_with_the_same_table(finished, plain_store, tmp_path):
     whole, _ = finished
     folder = tmp_path / "ladder"
     for number, (ended, how) in enumerate([(1, signal.SIGKILL), (3, signal.SIGTERM), (4, signal.SIGKILL)]):
@@ -160,9 +150,7 @@ def ended_runs(log: Path) -> int:
 
 
 @pytest.mark.slow
-def test_another_ladder_in_the_folder_is_refused(
-    finished: tuple[Ladder, str], plain_store: Path, changed_store: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_another_ladder_in_the_folder_is_refused(finished, plain_store, changed_store, capsys):
     folder = finished[0].folder
     for store, options, expected in (
         (plain_store, ("--budget", "3e10"), "--budget: expected 4e9, as the ladder in"),
@@ -179,59 +167,7 @@ def test_another_ladder_in_the_folder_is_refused(
         assert "choose another --output" in error
 
 
-@pytest.mark.slow
-def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Path):
-    folder = tmp_path / "ladder"
-    done = subprocess.run(
-        command(plain_store, folder, "--budget", "60s"),
-        env=environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "measuring the speed of hidden size" in done.stdout
-    assert read_ladder(folder).budget == "60s"
-    assert not (folder / ".measuring").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--budget", "soon"), "--budget: expected a time such as 20m or 2h, or FLOPs such as 1e16"),
-        (BUDGET, "--input: expected a store of about 72,000 tokens"),
-        (
-            ("--budget", "1e7", "--training.global_batch_size", "1", "--training.micro_batch_size", "1"),
-            "--budget: expected at least",
-        ),
-        ((*BUDGET, "--training.max_steps", "9"), "training.max_steps: expected none, a ladder chooses it"),
-        (
-            (*BUDGET, "--schedule.decay_steps", "9"),
-            "schedule.decay_steps: expected none, a ladder",
-        ),
-        (
-            (*BUDGET, "--distributed.strategy", "fsdp"),
-            "distributed.strategy: expected none, a ladder",
-        ),
-        ((*BUDGET, "--model.init_from", "w"), "model.init_from: expected none"),
-        ((*BUDGET, "--model.hiden_size", "8"), "model.hiden_size: no such setting"),
-    ],
-)
-def test_wrong_options_are_one_line(
-    options: tuple[str, ...],
-    expected: str,
-    plain_store: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr("llm_pretrain.forecast.budget.MIN_TOKENS", 1)
-    assert main(command(plain_store, tmp_path / "ladder", *options)[2:]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert expected in lines[0]
-
-
-def test_no_size_continues_the_run_that_the_base_continued(
-    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_size_continues_the_run_that_the_base_continued(plain_store, tmp_path, monkeypatch):
     bases = list[Config]()
 
     def new_ladder(_: object, __: Path, base: Config, *___: object) -> None:
@@ -245,7 +181,7 @@ def test_no_size_continues_the_run_that_the_base_continued(
     assert bases[0].checkpoint.resume == "auto"
 
 
-def test_a_ladder_of_which_two_sizes_are_left_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_ladder_of_which_two_sizes_are_left_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Runner, "run_all", lambda *_: None)
     ladder = make_ladder(tmp_path / "ladder", sizes=(32, 64, 96))
     (stable, *_), _, _ = (rung_runs(rung) for rung in ladder.rungs)
@@ -254,7 +190,7 @@ def test_a_ladder_of_which_two_sizes_are_left_is_refused(tmp_path: Path, monkeyp
         train(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf))
 
 
-def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path: Path):
+def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path):
     """All but sizes, which follow the base's, and the warm-up, which is at most the base's."""
     ladder = make_ladder(tmp_path / "ladder")
     base = dataclasses.replace(
@@ -275,7 +211,7 @@ def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path: P
 
 
 @pytest.mark.parametrize("cores", range(1, 17))
-def test_runs_side_by_side_use_the_cores_and_no_more(cores: int):
+def test_runs_side_by_side_use_the_cores_and_no_more(cores):
     machine = Machine(0, cores)
     threads = threads_of(machine)
     slots = slots_of(machine, threads)
@@ -283,7 +219,7 @@ def test_runs_side_by_side_use_the_cores_and_no_more(cores: int):
     assert cores - threads < slots * threads <= cores
 
 
-def test_a_comparison_takes_no_option_of_a_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_comparison_takes_no_option_of_a_ladder(tmp_path, capsys):
     folders = [str(make_ladder(tmp_path / name).folder) for name in ("a", "b")]
     for options in (["--budget", "1h"], ["--run.name", "x"]):
         assert main(["ladder", "--compare", *folders, *options]) == 2
@@ -298,9 +234,7 @@ def test_a_comparison_takes_no_option_of_a_ladder(tmp_path: Path, capsys: pytest
     assert printed[-1] == "ratios from 1.000 to 1.000, median 1.000; below 1 the second needs less"
 
 
-def test_a_folder_with_other_files_is_left_alone(
-    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_folder_with_other_files_is_left_alone(plain_store, tmp_path, capsys):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
@@ -309,7 +243,7 @@ def test_a_folder_with_other_files_is_left_alone(
     assert [each.name for each in folder.iterdir()] == ["notes.txt"]
 
 
-def test_what_a_killed_command_left_of_its_first_file_is_no_other_file(plain_store: Path, tmp_path: Path):
+def test_what_a_killed_command_left_of_its_first_file_is_no_other_file(plain_store, tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / ".ladder.json.tmp-0a1b2c3d").write_text("{")
@@ -318,7 +252,7 @@ def test_what_a_killed_command_left_of_its_first_file_is_no_other_file(plain_sto
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def measured(monkeypatch) -> list[int]:
     """Hidden sizes whose speed is measured: 1e11 FLOP/s in two slots."""
     found = list[int]()
 
@@ -331,9 +265,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("seconds", "is_enough"), [(1.0, False), (600.0, False), (900.0, True), (3e8, True)])
-def test_a_time_is_refused_after_one_measurement(
-    plain_store: Path, tmp_path: Path, measured: list[int], seconds: float, is_enough: bool
-):
+def test_a_time_is_refused_after_one_measurement(plain_store, tmp_path, measured, seconds, is_enough):
     sizes = Sizes(with_store(preset("ladder"), plain_store))
     context = LaunchContext(ROOT, Machine(0, 2), math.inf)
     if is_enough:
@@ -348,9 +280,7 @@ def test_a_time_is_refused_after_one_measurement(
     assert measured == [64]
 
 
-def test_a_speed_far_from_the_guess_is_measured_again_once(
-    plain_store: Path, tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_speed_far_from_the_guess_is_measured_again_once(plain_store, tmp_path, measured, monkeypatch):
     monkeypatch.setitem(_ladder_runs.GUESSED_FLOPS, "core", 5e12)
     sizes = Sizes(with_store(preset("ladder"), plain_store))
     context = LaunchContext(ROOT, Machine(0, 2), math.inf)
@@ -380,9 +310,7 @@ class EndedJob:
         pass
 
 
-def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_decays_follow_their_stable_runs_and_none_a_diverged_one(tmp_path, monkeypatch):
     ladder = make_ladder(tmp_path / "ladder", sizes=(32, 64, 96))
     started, printed = list[str](), list[str]()
     runs = ladder_runs(ladder.rungs)
@@ -414,14 +342,12 @@ def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(75, 75), (1, 1), (0, 1), (-9, 71), (137, 71)])
-def test_a_run_that_is_killed_is_a_lost_process(tmp_path: Path, code: int, exit_code: int):
+def test_a_run_that_is_killed_is_a_lost_process(tmp_path, code, exit_code):
     job = EndedJob(job_of(tmp_path / "run", 1), 1, None)
     assert failure(job, "run", code).exit_code == exit_code  # type: ignore[arg-type]  # what is used of it
 
 
-def test_a_measurement_ends_the_processes_of_its_own_folder_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_measurement_ends_the_processes_of_its_own_folder_alone(tmp_path, monkeypatch):
     """Not of a ladder with the same name that was started elsewhere: its command has no relative folder."""
     folders = list[Path]()
     monkeypatch.setattr(_ladder_runs, "end_orphans", folders.extend)
@@ -433,9 +359,7 @@ def test_a_measurement_ends_the_processes_of_its_own_folder_alone(
 
 
 @pytest.mark.parametrize(("error", "is_kept"), [(KeyboardInterrupt, False), (PretrainError("failed"), True)])
-def test_a_measurement_leaves_its_logs_only_where_a_run_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | Exception, is_kept: bool
-):
+def test_a_measurement_leaves_its_logs_only_where_a_run_failed(tmp_path, monkeypatch, error, is_kept):
     def launch(*_: object) -> NoReturn:
         raise error
 

@@ -1,15 +1,18 @@
-"""`parity` compares fabricated runs: every verdict, the first difference, tolerances, and the table."""
+"""`parity` plans what can work, and compares fabricated runs: verdicts, first differences, tolerances."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.launching import ROOT
 from support.run_folders import make_run, training_row
 
+from llm_pretrain.__main__ import main
 from llm_pretrain.audit.comparison import (
     DIGEST,
     KEYS,
@@ -33,11 +36,25 @@ from llm_pretrain.audit.parity import (
     is_violated,
     result_content,
 )
-from llm_pretrain.audit.variants import Variant, build_variants
+from llm_pretrain.audit.variants import (
+    CONFIGURED,
+    LEAST_RANKS,
+    Interruption,
+    ParityPlan,
+    Variant,
+    build_variants,
+    choose_save_steps,
+    configured_mesh,
+    distributed_of,
+    make_plan,
+    parse_interruptions,
+)
+from llm_pretrain.commands import parity
 from llm_pretrain.commands.parity import render
+from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config, TrainingConfig
-from llm_pretrain.errors import ConfigError
+from llm_pretrain.launch import options as _options
 from llm_pretrain.launch.jobs import Machine, last_error_lines
 from llm_pretrain.launch.options import write_result
 
@@ -78,15 +95,8 @@ def rows(**changes: dict[int, Any]) -> dict[int, dict[str, Any]]:
 BOUNDED = Tolerance(SAMPLES, {"train/loss": 1e-5, "train/grad_norm": 1e-4})
 
 
-def test_equal_rows_are_identical_under_any_tolerance():
-    for made in (Tolerance(KEYS), BOUNDED, Tolerance(SAMPLES)):
-        comparison = compare_rows(rows(), rows(), STEPS, made)
-        assert (comparison.verdict, comparison.first) == ("identical", None)
-        assert set(comparison.largest.values()) == {0.0}
-
-
 @pytest.mark.parametrize("key", [key for key in KEYS if key != "train/aux_loss"])
-def test_one_changed_bit_differs_where_keys_are_exact(key: str):
+def test_one_changed_bit_differs_where_keys_are_exact(key):
     reference, other = rows(), rows()
     value = reference[4][key]
     other[4][key] = value[:-1] + "f" if isinstance(value, str) else value * (1 + 3e-16) + (value == 1000)
@@ -118,41 +128,43 @@ def test_a_difference_within_its_bound_is_reported_and_a_larger_one_differs():
     assert f"{loss!r}" in far.first.text
 
 
-def test_different_samples_differ_under_any_tolerance():
-    for made in (BOUNDED, Tolerance(SAMPLES, note="why")):
-        assert compare_rows(rows(), rows(sha256={5: "a"}), STEPS, made).verdict == "differs"
-        assert compare_rows(rows(), rows(loss_tokens={5: 999}), STEPS, made).verdict == "differs"
+UNBOUNDED = Tolerance(SAMPLES, note="why")
+NO_DIGESTS = dict.fromkeys(range(1, STEPS + 1), ...)
+SKIPPED = {"loss": {2: None}, "grad_norm": {2: None}}
 
 
-def test_losses_without_a_bound_are_reported_and_not_compared():
-    comparison = compare_rows(rows(), rows(loss={2: 1.0}), STEPS, Tolerance(SAMPLES, note="why"))
-    assert (comparison.verdict, comparison.note) == ("not compared", "why")
-    assert comparison.largest["train/loss"] > 0.5
+@pytest.mark.parametrize(
+    ("made", "reference", "changes", "verdict"),
+    [
+        *((made, {}, {}, "identical") for made in (Tolerance(KEYS), BOUNDED, UNBOUNDED)),
+        (BOUNDED, {}, {"sha256": {5: "a"}}, "differs"),
+        (BOUNDED, {}, {"loss_tokens": {5: 999}}, "differs"),
+        (UNBOUNDED, {}, {"sha256": {5: "a"}}, "differs"),
+        (UNBOUNDED, {}, {"loss_tokens": {5: 999}}, "differs"),
+        (UNBOUNDED, {}, {"loss": {2: 1.0}}, "not compared"),
+        # the Trainer path has no digests, and equal losses do not imply equal parameters
+        (BOUNDED, {}, {"digest": NO_DIGESTS}, "within bound"),
+        (BOUNDED, SKIPPED, SKIPPED, "identical"),
+        (BOUNDED, {}, SKIPPED, "differs"),
+        (BOUNDED, {"sha256": {2: ...}}, {"sha256": {2: ...}}, "differs"),  # nothing is compared
+    ],
+)
+def test_samples_are_always_compared_and_losses_by_their_bound(made, reference, changes, verdict):
+    comparison = compare_rows(rows(**reference), rows(**changes), STEPS, made)
+    assert comparison.verdict == verdict
+    assert verdict != "not compared" or (comparison.note, comparison.largest["train/loss"] > 0.5) == (
+        "why",
+        True,
+    )
 
 
 @pytest.mark.parametrize("made", [Tolerance(KEYS), BOUNDED])
-def test_a_missing_row_or_number_differs(made: Tolerance):
+def test_a_missing_row_or_number_differs(made):
     short = {step: row for step, row in rows().items() if step != STEPS}
     for left, right in ((short, rows()), (rows(), short), (rows(), {})):
         first = compare_rows(left, right, STEPS, made).first
         assert first is not None
         assert (first.key, {first.expected, first.found}) == ("row", {"missing", "there"})
-    without = rows(sha256={2: ...})
-    assert compare_rows(without, without, STEPS, made).verdict == "differs", "nothing is compared"
-
-
-def test_a_step_skipped_by_one_run_alone_differs():
-    skipped = rows(loss={2: None}, grad_norm={2: None})
-    assert compare_rows(skipped, skipped, STEPS, BOUNDED).verdict == "identical"
-    first = compare_rows(rows(), skipped, STEPS, BOUNDED).first
-    assert first is not None
-    assert (first.key, first.found) == ("train/loss", None)
-
-
-def test_runs_without_digests_are_not_called_identical():
-    """The Trainer path has none, and equal losses do not imply equal parameters."""
-    without = rows(digest=dict.fromkeys(range(1, STEPS + 1), ...))
-    assert compare_rows(rows(), without, STEPS, BOUNDED).verdict == "within bound"
 
 
 def test_before_a_tolerance_starts_every_key_is_exact():
@@ -198,6 +210,7 @@ def test_rerouting_more_than_ties_differs_and_equal_splits_have_no_ties():
     twin = tolerance_of(on("accelerate", TWO), TWO, MOE, STEPS)
     assert not twin.rerouted
     assert not tolerance_of(TWO, ONE, DENSE, STEPS).rerouted
+    assert rerouted_share({"moe/load": [[0.5, 0.5]]}, {"moe/load": [[1.0], [1.0]]}) == 1.0, "other shapes"
 
 
 def test_more_rerouting_is_within_bound_where_every_choice_is_shown_to_be_a_tie():
@@ -249,22 +262,52 @@ def test_where_all_keys_are_exact_the_checkpoints_must_be_equal_too():
         assert comparison.verdict == "differs"
 
 
-def test_routing_of_other_shapes_is_no_tie():
-    assert rerouted_share({"moe/load": [[0.5, 0.5]]}, {"moe/load": [[1.0], [1.0]]}) == 1.0
-
-
-def test_equal_splits_are_exact_and_other_splits_have_bounds():
-    assert tolerance_of(on("accelerate", TWO), TWO, MOE, 20).exact == KEYS
-    for precision in ("fp32", "bf16", "fp16"):
-        one, two = (dataclasses.replace(variant, precision=precision) for variant in (ONE, TWO))
-        made = tolerance_of(two, one, MOE, 20)
-        assert made.exact == SAMPLES
-        assert made.bounds["train/loss"] == made.bounds["train/aux_loss"] == LOSS_BOUND[precision]
-        assert ("parameters" in made.bounds) == (precision == "fp32")
-    assert tolerance_of(TWO, ONE, MOE, 20).bounds["parameters"] == 1e-6
-    longer = tolerance_of(TWO, ONE, MOE, 21)
+@pytest.mark.parametrize("precision", LOSS_BOUND)
+def test_other_splits_have_bounds_by_precision(precision):
+    one, two = (dataclasses.replace(variant, precision=precision) for variant in (ONE, TWO))
+    made = tolerance_of(two, one, MOE, 20)
+    assert made.exact == SAMPLES
+    assert made.bounds["train/loss"] == made.bounds["train/aux_loss"] == LOSS_BOUND[precision]
+    assert made.bounds.get("parameters") == (1e-6 if precision == "fp32" else None)
+    longer = tolerance_of(two, one, MOE, 21)
     assert "parameters" not in longer.bounds
-    assert "20 steps" in longer.note
+    assert precision != "fp32" or "20 steps" in longer.note
+
+
+SMALLER = Variant("torchrun", 2, 4, 2, "fp32", "ddp")
+SHARDED = dataclasses.replace(TWO, mesh="fsdp")
+TRAINER = on("trainer", ONE)
+COMPARED: dict[str, tuple[Variant, Variant, Config, str | float | None]] = {
+    "equal splits": (on("accelerate", TWO), TWO, MOE, "exact"),
+    "equal shards": (on("accelerate", SHARDED), SHARDED, DENSE, "exact"),
+    "another strategy": (SHARDED, TWO, DENSE, 1e-5),
+    "dropout, equal splits": (on("accelerate", SMALLER), SMALLER, DROPOUT, "exact"),
+    "dropout, equal micro batches": (TWO, ONE, DROPOUT, 1e-5),
+    "dropout, other micro batches": (SMALLER, ONE, DROPOUT, None),
+    "attention dropout, equal micro batches": (TWO, ONE, ATTENTION_DROPOUT, 1e-5),
+    "attention dropout, other micro batches": (SMALLER, ONE, ATTENTION_DROPOUT, None),
+    "micro batches balanced, equal splits": (on("accelerate", SMALLER), SMALLER, SPLIT_SCOPE, "exact"),
+    "micro batches balanced, equal ones": (TWO, ONE, SPLIT_SCOPE, 1e-5),
+    "micro batches balanced, other ones": (SMALLER, ONE, SPLIT_SCOPE, None),
+    "trainer": (TRAINER, ONE, DENSE, 1e-5),
+    "trainer with experts": (TRAINER, ONE, MOE, None),
+    "trainer with dropout": (TRAINER, ONE, DROPOUT, None),
+    "trainer in bf16": (dataclasses.replace(TRAINER, precision="bf16"), ONE, DENSE, None),
+}
+"""What is compared with what -> "exact", the bound of the loss, or None for samples alone."""
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_what_is_compared_is_exact_or_has_a_bound_or_none(name):
+    variant, reference, config, expected = COMPARED[name]
+    made = tolerance_of(variant, reference, config, 20)
+    assert made.exact == (KEYS if expected == "exact" else SAMPLES)
+    assert made.bounds.get("train/loss") == (None if expected == "exact" else expected)
+    if expected is None:
+        assert not made.bounds
+        assert made.note
+    if variant.path == "trainer" and expected:
+        assert dict(made.bounds) == {"train/loss": 1e-5}
 
 
 @pytest.mark.parametrize(
@@ -279,7 +322,7 @@ def test_equal_splits_are_exact_and_other_splits_have_bounds():
         ("data/batch_sha256", 30, 2, "differs"),
     ],
 )
-def test_bounds_end_after_a_number_of_steps(key: str, step: int, times: float, verdict: str):
+def test_bounds_end_after_a_number_of_steps(key, step, times, verdict):
     steps = 30
     reference = {n: {**rows()[1], "data/batch_sha256": f"{n:064x}"} for n in range(1, steps + 1)}
     other = {n: dict(row) for n, row in reference.items()}
@@ -291,76 +334,17 @@ def test_bounds_end_after_a_number_of_steps(key: str, step: int, times: float, v
     assert compare_rows(reference, other, min(step, 10), tolerance).note == tolerance.note
 
 
-def test_one_strategy_is_exact_and_two_strategies_have_bounds():
-    sharded = dataclasses.replace(TWO, mesh="fsdp")
-    assert tolerance_of(on("accelerate", sharded), sharded, DENSE, 20).exact == KEYS
-    made = tolerance_of(sharded, TWO, DENSE, 20)
-    assert made.exact == SAMPLES
-    assert made.bounds["train/loss"] == 1e-5
-
-
-@pytest.mark.parametrize("config", [DROPOUT, ATTENTION_DROPOUT])
-def test_with_dropout_only_equal_micro_batches_are_compared(config: Config):
-    smaller = Variant("torchrun", 2, 4, 2, "fp32", "ddp")
-    assert tolerance_of(TWO, ONE, config, 20).bounds, "the same micro batches"
-    assert tolerance_of(on("accelerate", smaller), smaller, config, 20).exact == KEYS
-    made = tolerance_of(smaller, ONE, config, 20)
-    assert not made.bounds
-    assert "dropout" in made.note
-
-
-def test_a_balance_loss_per_micro_batch_is_compared_where_they_are_equal():
-    smaller = Variant("torchrun", 2, 4, 2, "fp32", "ddp")
-    assert tolerance_of(TWO, ONE, SPLIT_SCOPE, 20).bounds, "the same micro batches"
-    assert not tolerance_of(smaller, ONE, SPLIT_SCOPE, 20).bounds
-    assert tolerance_of(on("accelerate", smaller), smaller, SPLIT_SCOPE, 20).exact == KEYS
-
-
-def test_the_trainer_path_has_a_loss_bound_for_dense_models_in_fp32():
-    trainer = on("trainer", ONE)
-    assert tolerance_of(trainer, ONE, DENSE, 20).bounds == {"train/loss": 1e-5}
-    for variant, config in (
-        (trainer, MOE),
-        (trainer, DROPOUT),
-        (dataclasses.replace(trainer, precision="bf16"), DENSE),
-    ):
-        made = tolerance_of(variant, ONE, config, 20)
-        assert (made.exact, dict(made.bounds)) == (SAMPLES, {})
-        assert made.note
-
-
-def variants_of(config: Config, **asked: Any) -> tuple[list[Variant], list[str]]:
+def variants_of(
+    config: Config, machine: Machine = TWO_CORES, **asked: Any
+) -> tuple[list[Variant], list[str]]:
     given = {"paths": ["torchrun", "accelerate"], "world_sizes": [1, 2], "accumulations": None}
-    return build_variants(config, TWO_CORES, **(given | {"precisions": ["fp32"], "meshes": ["ddp"]} | asked))
+    return build_variants(config, machine, **(given | {"precisions": ["fp32"], "meshes": ["ddp"]} | asked))
 
 
 def test_the_micro_batch_size_is_configured_or_follows_from_the_accumulation():
     assert [variant.split for variant in variants_of(DENSE)[0]] == [(1, 4, 4)] * 2 + [(2, 2, 4)] * 2
     splits = [variant.split for variant in variants_of(DENSE, accumulations=[1, 4], paths=["torchrun"])[0]]
     assert splits == [(1, 1, 16), (1, 4, 4), (2, 1, 8), (2, 4, 2)]
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        ({"world_sizes": [1, 5]}, "expected at most 4 on this machine of 2 cores, found 5"),
-        ({"accumulations": [1, 3]}, "found 2 * 3 = 6; 1, 2, 4 or 8 would work"),
-        ({"paths": ["trainer"]}, "expected torchrun or accelerate"),
-        ({"paths": ["accelerate"], "precisions": ["fp16"]}, "silently train in fp32"),
-    ],
-)
-def test_impossible_sizes_are_rejected_by_name(asked: dict[str, Any], expected: str):
-    with pytest.raises(ConfigError) as caught:
-        variants_of(DENSE, **asked)
-    assert any(expected in line for line in caught.value.problems)
-
-
-def test_a_micro_batch_size_that_does_not_divide_is_rejected_with_sizes_that_do():
-    odd = dataclasses.replace(
-        DENSE, training=TrainingConfig(micro_batch_size=8, global_batch_size=24, precision="fp32")
-    )
-    with pytest.raises(ConfigError, match=r"found 2 \* 8 = 16; 2, 3, 4, 6 or 12 would work"):
-        variants_of(odd)
 
 
 def test_fp16_without_a_gpu_leaves_accelerate_out_with_a_note():
@@ -370,14 +354,12 @@ def test_fp16_without_a_gpu_leaves_accelerate_out_with_a_note():
     assert len(variants) == 6
     assert len(notes) == 1
     assert "accelerate fp16" in notes[0]
-    on_gpu, none = build_variants(
-        DENSE, Machine(2, 8), paths=["torchrun", "accelerate"], world_sizes=[1], accumulations=None,
-        precisions=["fp16"], meshes=["ddp"],
-    )  # fmt: skip
+    gpus = Machine(2, 8)
+    on_gpu, none = variants_of(DENSE, machine=gpus, world_sizes=[1], precisions=["fp16"])
     assert (len(on_gpu), none) == (2, [])
 
 
-def test_a_strategy_leaves_out_paths_without_it():
+def test_a_strategy_or_a_feature_leaves_out_paths_without_it():
     paths = ["torchrun", "accelerate", "trainer"]
     variants, notes = variants_of(DENSE, paths=paths, world_sizes=[2], meshes=["ddp", "fsdp", "deepspeed"])
     assert [(variant.mesh, variant.path) for variant in variants] == [
@@ -387,13 +369,9 @@ def test_a_strategy_leaves_out_paths_without_it():
     ]
     assert len(notes) == 3
     assert len({variant.name for variant in variants}) == len({str(variant) for variant in variants}) == 6
-
-
-def test_the_trainer_path_is_left_out_where_it_lacks_a_configured_feature():
-    variants, notes = variants_of(DROPOUT, paths=["torchrun", "trainer"])
+    variants, (note,) = variants_of(DROPOUT, paths=["torchrun", "trainer"])
     assert {variant.path for variant in variants} == {"torchrun"}
-    assert len(notes) == 1
-    assert "dropout" in notes[0]
+    assert "dropout" in note
 
 
 def run_of(variant: Variant, folder: Path, made: dict[int, dict[str, Any]], exit_code: int = 0) -> VariantRun:
@@ -412,7 +390,7 @@ def compare_grid(
     return compare_variants(runs, config, STEPS)
 
 
-def test_a_variant_is_compared_with_its_split_on_another_path_or_with_the_first(tmp_path: Path):
+def test_a_variant_is_compared_with_its_split_on_another_path_or_with_the_first(tmp_path):
     """So the wrong path is the one that is reported."""
     variants, _ = variants_of(DENSE)
     wrong = {"accelerate-w2-a2-fp32": {"loss": {3: 9.0}}}
@@ -432,15 +410,7 @@ def test_a_variant_is_compared_with_its_split_on_another_path_or_with_the_first(
     assert text.splitlines()[1].split()[:7] == ["torchrun", "ddp", "1", "4", "4", "fp32", "reference"]
 
 
-def test_every_precision_has_a_reference_of_its_own(tmp_path: Path):
-    variants, _ = variants_of(DENSE, precisions=["fp32", "bf16"])
-    results = compare_grid(tmp_path, DENSE, variants)
-    assert [each.run.variant.name for each in results if each.is_reference] == [
-        "torchrun-w1-a4-fp32", "torchrun-w1-a4-bf16",
-    ]  # fmt: skip
-
-
-def test_with_dropout_a_variant_is_compared_with_one_of_its_micro_batch_size(tmp_path: Path):
+def test_with_dropout_a_variant_is_compared_with_one_of_its_micro_batch_size(tmp_path):
     variants, _ = variants_of(DROPOUT, accumulations=[2, 4], paths=["torchrun"])
     assert [variant.micro_batch_size for variant in variants] == [8, 4, 4, 2]
     moved = {variant.name: {"loss": {2: 8.0}, "digest": {2: "a"}} for variant in variants[1:3]}
@@ -452,7 +422,7 @@ def test_with_dropout_a_variant_is_compared_with_one_of_its_micro_batch_size(tmp
     assert not is_violated(results, None)
 
 
-def test_a_failed_launch_is_a_violation_and_reports_its_first_difference(tmp_path: Path):
+def test_a_failed_launch_is_a_violation_and_reports_its_first_difference(tmp_path):
     variants, _ = variants_of(DENSE, world_sizes=[1])
     half = {step: row for step, row in rows(sha256={1: "a"}).items() if step <= 3}
     runs = [run_of(variants[0], tmp_path, rows()), run_of(variants[1], tmp_path, half, exit_code=1)]
@@ -466,28 +436,28 @@ def test_a_failed_launch_is_a_violation_and_reports_its_first_difference(tmp_pat
     assert str(runs[1].log) in text
 
 
-def test_where_the_first_variant_failed_the_next_is_the_reference(tmp_path: Path):
+def test_the_reference_is_the_first_of_its_precision_that_did_not_fail(tmp_path):
     variants, _ = variants_of(DENSE)
     runs = [run_of(variant, tmp_path, rows(), exit_code=int(variant == variants[0])) for variant in variants]
     results = compare_variants(runs, DENSE, STEPS)
     assert [each.comparison.verdict for each in results] == ["failed"] + ["identical"] * 3
     assert [each.is_reference for each in results] == [False, True, False, False]
     assert results[2].against == variants[1]
+    variants, _ = variants_of(DENSE, precisions=["fp32", "bf16"])
+    references = [each for each in compare_grid(tmp_path / "both", DENSE, variants) if each.is_reference]
+    assert [each.run.variant.precision for each in references] == ["fp32", "bf16"]
 
 
-def test_a_run_without_rows_is_no_reference(tmp_path: Path):
+def test_a_run_without_rows_is_no_reference(tmp_path):
     """A script that does nothing and exits with 0 must not pass."""
     variants, _ = variants_of(DENSE, world_sizes=[1])
     results = compare_variants([run_of(variant, tmp_path, {}) for variant in variants], DENSE, STEPS)
     assert [each.comparison.verdict for each in results] == ["differs", "differs"]
+    (alone,) = compare_variants([run_of(ONE, tmp_path / "alone", rows())], DENSE, STEPS)
+    assert alone.comparison.verdict == "not compared"
 
 
-def test_a_single_variant_is_not_compared(tmp_path: Path):
-    (result,) = compare_variants([run_of(ONE, tmp_path, rows())], DENSE, STEPS)
-    assert result.comparison.verdict == "not compared"
-
-
-def test_error_lines_are_the_cause_and_not_the_launchers_summary(tmp_path: Path):
+def test_error_lines_are_the_cause_and_not_the_launchers_summary(tmp_path):
     log = tmp_path / "log"
     log.write_text(
         "$ torchrun\n[rank0]: StopIteration\n[rank0]: RuntimeError: one\nerror: data.sources: no store\n"
@@ -514,14 +484,12 @@ def interrupted(folder: Path, made: dict[int, dict[str, Any]], *starts: tuple[in
     return compare_interrupted(reference, folder / "interrupted", attempts(*starts), DENSE, STEPS)
 
 
-def test_an_interrupted_run_at_one_world_size_is_identical(tmp_path: Path):
+def test_an_interrupted_run_at_one_world_size_is_identical(tmp_path):
     assert interrupted(tmp_path, rows(), (1, 0, 1), (1, 2, 3)).verdict == "identical"
 
 
 @pytest.mark.parametrize(("step", "verdict"), [(3, "differs"), (4, "within bound"), (5, "within bound")])
-def test_an_interrupted_run_has_bounds_from_the_first_other_world_size_on(
-    tmp_path: Path, step: int, verdict: str
-):
+def test_an_interrupted_run_has_bounds_from_the_first_other_world_size_on(tmp_path, step, verdict):
     """Also where it returns to the first world size later."""
     loss = rows()[step]["train/loss"]
     other = rows(loss={step: loss * (1 + 1e-7)}, digest={step: "a"})
@@ -530,7 +498,7 @@ def test_an_interrupted_run_has_bounds_from_the_first_other_world_size_on(
 
 
 @pytest.mark.parametrize("start", [1, 4])
-def test_an_attempt_that_does_not_begin_after_its_checkpoint_is_a_violation(tmp_path: Path, start: int):
+def test_an_attempt_that_does_not_begin_after_its_checkpoint_is_a_violation(tmp_path, start):
     """Also where it silently starts from zero and repeats the right rows."""
     reference = run_of(ONE, tmp_path, rows())
     make_run(tmp_path / "interrupted", rows().values())
@@ -544,8 +512,7 @@ def test_an_attempt_that_does_not_begin_after_its_checkpoint_is_a_violation(tmp_
     assert "expected 3 after the checkpoint of step 2" in render([], shown)
 
 
-def test_two_folders_are_compared_by_the_rows_that_they_have(tmp_path: Path):
-    """As from a notebook: without a plan, with a row every other step."""
+def test_two_folders_are_compared_by_the_rows_that_they_have(tmp_path):
     sparse = {step: row for step, row in rows().items() if step % 2 == 0}
     make_run(tmp_path / "left", [*sparse.values(), {"step": 5, "time": 1.0, "eval/loss": 2.0}])
     for name, changes, verdict in (
@@ -563,7 +530,7 @@ def test_two_folders_are_compared_by_the_rows_that_they_have(tmp_path: Path):
     assert compare_runs(tmp_path / "none", tmp_path / "none").violated, "nothing is compared"
 
 
-def test_parity_json_has_every_verdict(tmp_path: Path):
+def test_parity_json_has_every_verdict(tmp_path):
     variants, _ = variants_of(DENSE, world_sizes=[1])
     results = compare_grid(tmp_path, DENSE, variants, **{variants[1].name: {"loss": {2: 5.0}}})
     results[0].comparison.largest["train/loss"] = float("inf")
@@ -577,3 +544,117 @@ def test_parity_json_has_every_verdict(tmp_path: Path):
     assert (found["step"], found["key"], found["found"]) == (2, "train/loss", 5.0)
     assert found["text"] == f"step 2 train/loss: expected {found['expected']!r}, found 5.0"
     assert {"path", "world_size", "accumulation", "micro_batch_size", "precision", "mesh"} <= set(second)
+
+
+TINY = str(ROOT / "configs" / "tiny-dense.yaml")
+
+
+def test_the_trainer_path_s_script_may_be_missing(plain_store, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(_options, "PACKAGE_ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("train_pretrain.py", "train_pretrain_accelerate.py"):
+        (tmp_path / name).touch()
+    words = ["--paths", "torchrun,trainer", "--output", str(tmp_path / "out")]
+    sources = ["--data.sources", f"[{{store: {plain_store}}}]"]
+    assert main(["parity", "--config", TINY, *sources, *words]) == 2
+    assert (
+        f"{tmp_path}: expected examples/train_pretrain_trainer.py there, found none"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_rollback_is_compared_as_a_skip(plain_store, tmp_path):
+    """The compared runs save nothing, so that there is no checkpoint to go back to."""
+    parser = argparse.ArgumentParser()
+    parity.add_arguments(parser)
+    words = ["--data.sources", f"[{{store: {plain_store}}}]", "--output", str(tmp_path / "out")]
+    arguments = parser.parse_args(["--config", TINY, *words, "--training.spike_action", "rollback"])
+    plan = make_plan(arguments, Machine(0, 2))
+    assert (plan.config.training.spike_action, plan.config.checkpoint.save_steps) == ("skip", 0)
+
+
+SIZES: dict[str, tuple[str, int, int | None, int]] = {
+    "ddp": ("ddp", 1, None, 1),
+    "fsdp": ("fsdp", 1, None, 1),
+    "hsdp": ("fsdp", 2, None, 1),
+    "ep": ("fsdp", 1, None, 4),
+    "ep+fsdp": ("fsdp", 1, None, 2),
+    "ep+hsdp": ("fsdp", 2, None, 2),
+    "deepspeed": ("deepspeed", 1, None, 1),
+    "2x2": ("fsdp", 2, 2, 1),
+    "1x4+ep4": ("fsdp", 1, 4, 4),
+}
+"""Mesh on four processes to strategy, dp_replicate_size, dp_shard_size and ep_size."""
+
+
+@pytest.mark.parametrize("mesh", SIZES)
+def test_a_mesh_replaces_every_configured_size(mesh):
+    other = DistributedConfig(strategy="fsdp", dp_replicate_size=8, dp_shard_size=8, ep_size=8, cpu_threads=1)
+    found = distributed_of(mesh, 4, other)
+    sizes = found.strategy, found.dp_replicate_size, found.dp_shard_size, found.ep_size
+    assert sizes == SIZES[mesh]
+    assert found.cpu_threads == 1
+    assert set(LEAST_RANKS) < set(SIZES)
+
+
+def plan_of(store: Path, *words: str) -> ParityPlan:
+    parser = argparse.ArgumentParser()
+    parity.add_arguments(parser)
+    preset = str(ROOT / "configs" / "tiny-moe.yaml")
+    sources = ["--data.sources", f"[{{store: {store}}}]"]
+    arguments = parser.parse_args(["--config", preset, *sources, "--model.num_experts", "12", *words])
+    return make_plan(arguments, Machine(0, 2))
+
+
+def test_every_world_size_has_the_meshes_that_it_permits(plain_store):
+    names = "ddp,fsdp,hsdp,ep,ep+fsdp,ep+hsdp,2x2"
+    plan = plan_of(
+        plain_store, "--mesh", names, "--world-size", "1,2,3,4", "--training.micro_batch_size", "2"
+    )
+    found: dict[int, list[str]] = {}
+    for variant in plan.variants:
+        if variant.path == "accelerate":
+            found.setdefault(variant.world_size, []).append(variant.mesh)
+    assert {size: ",".join(meshes) for size, meshes in found.items()} == {
+        1: "ddp,fsdp",
+        2: "ddp,fsdp,ep",
+        3: "ddp,fsdp,ep",
+        4: names,
+    }
+    assert len(plan.variants) == 2 * sum(map(len, found.values()))
+    assert len({variant.name for variant in plan.variants}) == len(plan.variants)
+    assert len(plan.notes) == 4 * 7 - len(plan.variants) // 2
+    assert "hsdp W=3 is left out: expected 4 processes or more" in plan.notes
+    assert "2x2 W=1 is left out: expected 4 processes" in plan.notes
+
+
+def test_a_mesh_s_sizes_reach_the_scripts_and_are_those_of_its_world_size(plain_store):
+    plan = plan_of(plain_store, "--mesh", "ep", "--world-size", "2,4", "--training.micro_batch_size", "2")
+    for variant in plan.variants:
+        options = plan.options_of(variant)
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        assert given["--distributed.strategy"] == plan.strategy_of(variant) == "fsdp"
+        assert given["--distributed.ep_size"] == str(variant.world_size)
+        assert (given["--distributed.dp_replicate_size"], given["--distributed.dp_shard_size"]) == (
+            "1",
+            "null",
+        )
+
+
+def test_configured_sizes_are_a_mesh_too(plain_store):
+    sizes = ["--distributed.strategy", "fsdp", "--distributed.dp_replicate_size", "2"]
+    plan = plan_of(plain_store, *sizes, "--world-size", "2,4", "--training.micro_batch_size", "2")
+    assert [(each.mesh, each.world_size) for each in plan.variants] == [(CONFIGURED, 4)] * 2
+    assert len(plan.notes) == 1
+    assert "configured W=2 is left out: distributed.dp_replicate_size: expected at most half" in plan.notes[0]
+    for name in ("ddp", "fsdp", "deepspeed"):
+        assert configured_mesh(DistributedConfig(strategy=name)) == name
+
+
+def test_interruptions_are_read_and_come_after_a_checkpoint():
+    first, second = parse_interruptions("torchrun@2:17, accelerate@1:31")
+    assert (first.path, first.world_size, first.step) == ("torchrun", 2, 17)
+    assert (second.path, second.world_size, second.step) == ("accelerate", 1, 31)
+    at_17, at_2 = [first, second], [Interruption("torchrun", 1, 2)]
+    assert [choose_save_steps(configured, at_17) for configured in (10, 500, 0, 17)] == [10, 5, 5, 5]
+    assert choose_save_steps(500, at_2) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -23,16 +24,17 @@ from support.run_folders import make_run, training_row
 from llm_pretrain.__main__ import main
 from llm_pretrain.config.loading import load_config
 from llm_pretrain.config.tree import Config
-from llm_pretrain.forecast import budget
+from llm_pretrain.forecast import budget, planning
 from llm_pretrain.forecast.ladder_runs import with_store
-from llm_pretrain.forecast.points import RUNS_FOLDER
+from llm_pretrain.forecast.points import RUNS_FOLDER, Point
+from llm_pretrain.forecast.scaling_law import Fit, fit_law
 from llm_pretrain.hardware import GPU_GB
 from llm_pretrain.model.sizes import flops_per_token
 from llm_pretrain.runs.rows import read_metrics
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A ladder on a store that exists, in one folder with the store."""
     root = tmp_path_factory.mktemp("plan")
     store = make_store(root / "store", documents=400)
@@ -49,63 +51,73 @@ def plan(folder: Path, *options: str) -> int:
     return main(["plan", *files, *options])
 
 
-def test_flops_become_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.fixture(autouse=True)
+def few_samples(monkeypatch) -> None:
+    """Of laws; a plan has hundreds, which take seconds."""
+    monkeypatch.setattr(planning, "fit_law", quick_fit)
+
+
+def quick_fit(points: list[Point], samples: int) -> Fit:
+    return _quick_fit(tuple(points))
+
+
+@functools.cache
+def _quick_fit(points: tuple[Point, ...]) -> Fit:
+    return fit_law(list(points), samples=4)
+
+
+def test_flops_become_a_configuration(folder, capsys, monkeypatch):
+    """Sizes of half and twice the parameters are shown beside the best."""
+    memory = psutil.virtual_memory()._replace(total=10**6)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     assert plan(folder, "--flops", "3e14", "--world-size", "2") == 0
     text = capsys.readouterr().out
+    (warning,) = [line for line in text.splitlines() if "a step is estimated" in line]
+    assert "in each of 2 processes, the machine has 976.6 KiB" in warning
     assert text.startswith("plan for 3e+14 FLOPs on 2 processes here, by 12 points of 4 sizes")
     assert "in 90% of runs" in text
-    assert text.count("\n* hidden") == 1
     config = load_config(["--config", str(folder / "night.yaml")], world_size=2)
     assert config.evaluation.prediction[-1].step == config.training.max_steps
     assert f"loss        {config.evaluation.prediction[-1].loss:.4f}" in text
     assert f"{config.training.max_steps:,} steps" in text
+    rows = re.findall(r"([* ]) hidden +\d+ +([\d,]+) parameters .* loss ([\d.]+)", text)
+    counts = [int(count.replace(",", "")) for _, count, _ in rows]
+    (best,) = [k for k, (mark, _, _) in enumerate(rows) if mark == "*"]
+    assert counts == sorted(counts)
+    assert min(float(loss) for _, _, loss in rows) == float(rows[best][2])
+    for ratio in (0.5, 2.0):
+        assert min(abs(count / counts[best] / ratio - 1) for count in counts) < 0.35
 
 
-def test_money_becomes_a_configuration_for_gpus(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_money_becomes_a_configuration_for_gpus(folder, capsys, monkeypatch):
+    """A GPU computes in bf16, whatever the ladder did, and its time pays for evaluations too."""
+    monkeypatch.setitem(GPU_GB, "h100", 0.001)
     options = ["--cost", "0.1", "--gpu", "h100", "--world-size", "2", "--price", "2.5"]
     assert plan(folder, *options) == 0
-    assert "plan for 1m12s, 0.10 on 2 x h100" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "plan for 1m12s, 0.10 on 2 x h100" in text
+    assert re.search(r"compute     \S+ FLOPs, (1m11s|1m12s)", text)
+    assert "warning: the run computes in bf16, the ladder in fp32" in text
+    assert "a GPU has 976.6 KiB: divide the model, `llm-pretrain simulate" in text
+    config = load_config(["--config", str(folder / "night.yaml")], world_size=2)
+    assert config.training.precision == "bf16"
 
 
-def test_a_store_that_is_not_there_is_named_with_its_ladder(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    text = (folder / "ladder" / "ladder.json").read_text()
-    (tmp_path / "ladder.json").write_text(text.replace(str(folder / "store"), "gone"))
-    assert main(["plan", "--ladder", str(tmp_path), "--flops", "1e14", "--output", str(tmp_path / "p")]) == 65
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"error: gone: expected the store of the ladder in {tmp_path}, found none; run this where" in line
-
-
-def test_nothing_is_measured_beside_another_command(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_nothing_is_measured_beside_another_command(folder, capsys):
     with FileLock(folder / "ladder" / ".lock"):
         assert plan(folder, "--time", "20m", "--world-size", "1") == 73
         (line,) = capsys.readouterr().err.splitlines()
         assert line.endswith("expected no other command that runs in it, found one; wait for its end")
 
 
-def test_a_gpu_computes_in_bf16_whatever_the_ladder_did(folder: Path, capsys: pytest.CaptureFixture[str]):
-    """Its peak is that of bf16, and so is the time; the ladder's base is in fp32."""
-    assert plan(folder, "--time", "1m", "--gpu", "h100") == 0
-    text = capsys.readouterr().out
-    assert "warning: the run computes in bf16, the ladder in fp32" in text
-    config = load_config(["--config", str(folder / "night.yaml")], world_size=1)
-    assert config.training.precision == "bf16"
-    assert re.search(r"compute     \S+ FLOPs, (59s|1m00s)", text), (
-        "the evaluations' time is part of the budget"
-    )
-
-
 @pytest.fixture
-def long_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_evaluations(monkeypatch) -> None:
     """As of a validation split of 3 M tokens."""
     monkeypatch.setattr("llm_pretrain.forecast.ladder_training.evaluated_tokens", lambda _: 3_000_000)
 
 
 @pytest.mark.usefixtures("long_evaluations")
-def test_a_time_here_is_that_of_measured_steps_and_of_evaluations(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_time_here_is_that_of_measured_steps_and_of_evaluations(folder, capsys, monkeypatch):
     measured = list[Config]()
 
     def measure_steps(configs: Sequence[Config], *_: object) -> list[tuple[float, float]]:
@@ -128,7 +140,7 @@ def flops_per_step(config: Config) -> float:
 
 
 @pytest.mark.usefixtures("long_evaluations")
-def test_a_budget_of_flops_does_not_pay_evaluations(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_budget_of_flops_does_not_pay_evaluations(folder, capsys):
     for options in (("--world-size", "1"), ("--gpu", "h100")):
         assert plan(folder, "--flops", "3e14", *options) == 0
         found = re.search(r"compute     (\S+) FLOPs", capsys.readouterr().out)
@@ -136,18 +148,7 @@ def test_a_budget_of_flops_does_not_pay_evaluations(folder: Path, capsys: pytest
         assert float(found[1]) == pytest.approx(3e14, rel=0.01)
 
 
-def test_sizes_of_half_and_twice_the_parameters_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]):
-    assert plan(folder, "--flops", "3e14", "--world-size", "1") == 0
-    rows = re.findall(r"([* ]) hidden +\d+ +([\d,]+) parameters .* loss ([\d.]+)", capsys.readouterr().out)
-    counts = [int(count.replace(",", "")) for _, count, _ in rows]
-    (best,) = [k for k, (mark, _, _) in enumerate(rows) if mark == "*"]
-    assert counts == sorted(counts)
-    assert min(float(loss) for _, _, loss in rows) == float(rows[best][2])
-    for ratio in (0.5, 2.0):
-        assert min(abs(count / counts[best] / ratio - 1) for count in counts) < 0.35
-
-
-def test_an_unfinished_ladder_is_used_and_named(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_unfinished_ladder_is_used_and_named(folder, capsys):
     points = folder / "ladder" / "points.jsonl"
     whole = points.read_text()
     lines = whole.splitlines(keepends=True)
@@ -168,29 +169,8 @@ def test_an_unfinished_ladder_is_used_and_named(folder: Path, capsys: pytest.Cap
         points.write_text(whole)
 
 
-def test_a_run_that_needs_more_memory_than_there_is_is_warned_of(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    memory = psutil.virtual_memory()._replace(total=10**6)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    assert plan(folder, "--flops", "3e14", "--world-size", "2") == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "a step is estimated" in line]
-    assert len(lines) == 1
-    assert "in each of 2 processes, the machine has 976.6 KiB" in lines[0]
-
-
-def test_a_plan_that_does_not_fit_a_gpu_is_warned_of(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(GPU_GB, "h100", 0.001)
-    assert plan(folder, "--flops", "3e14", "--gpu", "h100") == 0
-    assert "a GPU has 976.6 KiB: divide the model, `llm-pretrain simulate" in capsys.readouterr().out
-
-
 @pytest.mark.slow
-def test_the_configuration_runs_as_it_is(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_configuration_runs_as_it_is(folder, tmp_path, capsys, monkeypatch):
     """Measured by steps of the planned run on two processes, then trained by the script."""
     monkeypatch.setattr(budget, "MIN_TOKENS", 1)  # in less time than that of real runs
     monkeypatch.setattr(budget, "MIN_STEPS", 1)
@@ -209,21 +189,19 @@ def test_the_configuration_runs_as_it_is(
 
 
 @pytest.mark.parametrize(("file", "name"), [("my plan.yaml", "my-plan"), ("夜.yaml", "plan")])
-def test_a_run_has_the_files_name_as_far_as_it_can(
-    folder: Path, file: str, name: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_has_the_files_name_as_far_as_it_can(folder, file, name, capsys):
+    """Written twice: a file of ours is replaced."""
     output = folder / "new folder" / file
-    assert plan(folder, "--flops", "3e14", "--world-size", "1", "--output", str(output)) == 0
+    for flops in ("1e14", "3e14"):
+        assert plan(folder, "--flops", flops, "--world-size", "1", "--output", str(output)) == 0
     assert capsys.readouterr().out.endswith(f"--config '{output}'\n")
     assert load_config(["--config", str(output)], world_size=1).run.name == name
 
 
-def test_a_file_of_ours_is_replaced_and_no_other(folder: Path, capsys: pytest.CaptureFixture[str]):
-    assert plan(folder, "--flops", "1e14", "--world-size", "1") == 0
-    assert plan(folder, "--flops", "2e14", "--world-size", "1") == 0
+def test_a_file_of_another_is_not_replaced(folder, capsys):
     other = folder / "mine.yaml"
     other.write_text("run: {name: mine}\n")
-    assert main(["plan", "--ladder", str(folder / "ladder"), "--flops", "1e14", "--output", str(other)]) == 73
+    assert plan(folder, "--flops", "1e14", "--output", str(other)) == 73
     assert str(other) in capsys.readouterr().err
     assert other.read_text() == "run: {name: mine}\n"
 
@@ -256,24 +234,19 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_requests_take_one_line(folder: Path, name: str, capsys: pytest.CaptureFixture[str]):
+def test_wrong_requests_take_one_line(folder, name, capsys):
     options, message = WRONG[name]
     assert plan(folder, *options) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
 
-def test_a_ladder_of_another_text_is_refused(
-    folder: Path, changed_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_ladder_of_another_store_is_refused(folder, is_there, changed_store, tmp_path, capsys):
+    store = str(changed_store) if is_there else "gone"
     text = (folder / "ladder" / "ladder.json").read_text()
-    (tmp_path / "ladder.json").write_text(text.replace(str(folder / "store"), str(changed_store)))
-    assert main(["plan", "--ladder", str(tmp_path), "--flops", "3e14", "--world-size", "1"]) == 65
+    (tmp_path / "ladder.json").write_text(text.replace(str(folder / "store"), store))
+    assert plan(folder, "--ladder", str(tmp_path), "--flops", "3e14", "--world-size", "1") == 65
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"error: {changed_store}: expected the store" in line
-    assert f"of the ladder in {tmp_path}, found" in line
-
-
-def test_a_folder_without_a_ladder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "--ladder", str(tmp_path), "--flops", "1e14"]) == 2
-    assert "expected a ladder's folder, with ladder.json, found none" in capsys.readouterr().err
+    assert f"error: {store}: expected the store" in line
+    assert f"of the ladder in {tmp_path}, found {'' if is_there else 'none; run this where'}" in line

@@ -5,29 +5,28 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.corpora import make_store
+from support.forked_replay import rewrite_checkpoint, rewrite_rows
 from support.launching import train_tiny
 
 import train_pretrain
 from llm_pretrain.__main__ import main
 from llm_pretrain.audit import checkpoint_checks as checkpoint_checks
-from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_manifest
 from llm_pretrain.data.sample_order import SampleOrder
 
 SHORT = ("--training.sequence_length", "32", "--evaluation.max_batches", "1", "--schedule.warmup_steps", "2")
 
 
 def verify(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, dict]]:
-    """Exit code, and the outcomes by name."""
     capsys.readouterr()
     code = main(["verify", str(folder), "--json", *options])
     printed = json.loads(capsys.readouterr().out)
@@ -40,7 +39,7 @@ def results(outcomes: dict[str, dict], result: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(masked_store, tmp_path_factory) -> Path:
     """Twelve steps, a row for each, saved after 5, 10 and 12; the first checkpoint is pruned."""
     folder = tmp_path_factory.mktemp("verify") / "run"
     every = ("--training.max_steps", "12", "--checkpoint.save_steps", "5", "--evaluation.eval_steps", "6")
@@ -49,12 +48,11 @@ def whole(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(whole: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+def run(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
-def test_a_whole_run_passes_every_check(whole: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_whole_run_passes_every_check(whole, capsys):
     code, outcomes = verify(whole, capsys)
     assert code == 0
     assert results(outcomes, "ok") == set(outcomes)
@@ -70,13 +68,8 @@ def test_a_whole_run_passes_every_check(whole: Path, capsys: pytest.CaptureFixtu
 # --- one damage each ---------------------------------------------------------------------------------
 
 
-def rewrite_row(run: Path, step: int, change: Callable[[dict], None]) -> None:
-    file = run / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows:
-        if row["step"] == step and "train/loss" in row:
-            change(row)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def rewrite_row(run: Path, step: int, change: Callable[[dict], object]) -> None:
+    rewrite_rows(run, lambda row: change(row) if row["step"] == step and "train/loss" in row else None)
 
 
 def rewrite_json(file: Path, change: Callable[[dict], None]) -> None:
@@ -85,45 +78,25 @@ def rewrite_json(file: Path, change: Callable[[dict], None]) -> None:
     file.write_text(json.dumps(content))
 
 
-def rewrite_tensors(run: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change the last checkpoint's tensors and let its manifest vouch for the new file."""
-    folder = run / "checkpoints" / "step-00000012"
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-    described = {
-        name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        for name, tensor in tensors.items()
-    }
-    manifest = read_manifest(folder)
-    write_manifest(folder, replace(manifest, tensors=described, files={file.name: file_digest(file)}))
-
-
 Damage = Callable[[Path], object]
 LAST, TENTH = "checkpoints/step-00000012", "checkpoints/step-00000010"
 NORM = "model.norm.weight"
 
 
 def row(step: int, change: dict | Callable[[dict], object]) -> Damage:
-    """Other values in the training row of a step."""
     function = change if callable(change) else lambda content: content.update(change)
     return lambda run: rewrite_row(run, step, function)
 
 
 def json_file(name: str, changes: dict) -> Damage:
-    """Other values in a JSON file of the run."""
     return lambda run: rewrite_json(run / name, lambda content: content.update(changes))
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
-    """Other tensors in the last checkpoint."""
-    return lambda run: rewrite_tensors(run, change)
+    return lambda run: rewrite_checkpoint(run, 12, change)
 
 
 def setting(old: str, new: str) -> Damage:
-    """Another text in config.yaml."""
-
     def replace_setting(run: Path) -> None:
         text = (run / "config.yaml").read_text()
         assert text.count(old) == 1
@@ -175,7 +148,7 @@ def half_a_line(run: Path) -> None:
 
 
 def other_value_without_digest(run: Path) -> None:
-    rewrite_tensors(run, lambda each: each[NORM].add_(0.1))
+    rewrite_checkpoint(run, 12, lambda each: each[NORM].add_(0.1))
     rewrite_row(run, 12, lambda content: content.pop("train/parameters_sha256"))
 
 
@@ -268,87 +241,91 @@ DAMAGES: dict[str, tuple[Damage, set[str], str]] = {
 }  # fmt: skip
 
 
-def preempted(run: Path) -> None:
-    """The same run as one that was asked to stop after its twelfth step of many."""
-
-    def asked_to_stop(content: dict) -> None:
-        content.update(state="preempted", exit_code=75)
-
-    rewrite_json(run / "status.json", asked_to_stop)
+def state(name: str, exit_code: int | None, **more: Any) -> Damage:
+    """As a run that was asked to stop, is killed or trains leaves its status."""
+    return json_file("status.json", {"state": name, "exit_code": exit_code, **more})
 
 
-def test_the_rows_of_a_preempted_run_must_be_there_up_to_its_end(
-    run: Path, capsys: pytest.CaptureFixture[str]
-):
-    preempted(run)
-    assert results(verify(run, capsys)[1], "failed") == set()
+PREEMPTED = state("preempted", 75)
+
+
+def before_its_first_step(*written: str) -> Damage:
+    def stop(run: Path) -> None:
+        state("preempted", 75, step=0, checkpoint=None)(run)
+        for name in ("checkpoints", "weights"):
+            shutil.rmtree(run / name)
+        (run / "metrics.jsonl").write_text("")
+        for name in {"config.yaml", "attempts.jsonl", "metrics.jsonl"}.difference(written):
+            (run / name).unlink()
+
+    return stop
+
+
+def where_another_begins_it(run: Path) -> None:
+    """It has written its status alone, and its checkpoint is another run's."""
+    status = json.loads((run / "status.json").read_text())
+    shutil.move(run, run.with_name("other"))
+    run.mkdir()
+    status |= {"state": "preempted", "exit_code": 75, "checkpoint": str(run.with_name("other") / LAST)}
+    (run / "status.json").write_text(json.dumps(status))
+
+
+def without_its_last_rows(run: Path) -> None:
+    PREEMPTED(run)
     rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(rows[:9]))
     (run / "weights/best/best.json").unlink()
+
+
+def without_rows(change: Damage) -> Damage:
+    return lambda run: (change(run), (run / "metrics.jsonl").unlink())
+
+
+def first_attempt(section: str, changes: dict[str, Any]) -> Damage:
+    def change(run: Path) -> None:
+        row = json.loads((run / "attempts.jsonl").read_text())
+        row["config"][section] |= changes
+        (run / "attempts.jsonl").write_text(json.dumps(row) + "\n")
+
+    return change
+
+
+GONE = "runs/gone/checkpoints/step-00000005"
+RECORDED_GONE = first_attempt("checkpoint", {"resume": GONE})
+STATES: dict[str, tuple[Damage, set[str]]] = {
+    "preempted after its twelfth step of many": (PREEMPTED, set()),
+    "preempted, and its last rows are missing": (without_its_last_rows, {"rows", "weights best"}),
+    "stopped before anything was written": (before_its_first_step(), set()),
+    "stopped before its first attempt": (before_its_first_step("config.yaml"), set()),
+    "stopped before its first step": (
+        before_its_first_step("config.yaml", "attempts.jsonl", "metrics.jsonl"), set()
+    ),
+    "stopped where another run's checkpoint begins it": (where_another_begins_it, set()),
+    "preempted, without rows": (without_rows(PREEMPTED), {"rows"}),
+    "running, without rows": (without_rows(state("running", None)), {"rows"}),
+    "failed, without rows": (without_rows(state("failed", 1)), {"rows"}),
+    "the checkpoint that it began from is gone": (
+        lambda run: (setting("resume: auto", f"resume: {GONE}")(run), RECORDED_GONE(run)), set()
+    ),
+    "an attempt's settings cannot be, and are not on record": (
+        first_attempt("logging", {"logging_steps": "often"}), set()
+    ),
+}  # fmt: skip
+"""State of a run -> what is done to it, and the checks that fail."""
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_run_in_any_state_is_sound_if_its_rows_are_there(name, run, capsys):
+    change, failed = STATES[name]
+    change(run)
     _, outcomes = verify(run, capsys)
-    assert "rows" in results(outcomes, "failed")
-    assert "none of step 9-12" in outcomes["rows"]["problems"][0]
-
-
-@pytest.mark.parametrize(
-    "written", [(), ("config.yaml",), ("config.yaml", "attempts.jsonl", "metrics.jsonl")]
-)
-def test_a_run_that_is_stopped_before_its_first_step_is_sound(
-    written: tuple[str, ...], run: Path, capsys: pytest.CaptureFixture[str]
-):
-    rewrite_json(run / "status.json", lambda content: content.update(step=0, checkpoint=None))
-    preempted(run)
-    for name in ("checkpoints", "weights"):
-        shutil.rmtree(run / name)
-    (run / "metrics.jsonl").write_text("")
-    for name in {"config.yaml", "attempts.jsonl", "metrics.jsonl"}.difference(written):
-        (run / name).unlink()
-    code, outcomes = verify(run, capsys)
-    assert (code, results(outcomes, "failed")) == (0, set())
-    assert {"status.json", "status"} <= results(outcomes, "ok")
-
-
-def test_a_run_that_is_stopped_where_another_run_s_checkpoint_begins_it_is_sound(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """It has written its status alone."""
-    run = tmp_path / "new"
-    run.mkdir()
-    status = json.loads((whole / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps(status | {"state": "preempted", "exit_code": 75}))
-    assert status["checkpoint"] == str(whole / LAST)
-    code, outcomes = verify(run, capsys)
-    assert (code, results(outcomes, "failed")) == (0, set())
-
-
-@pytest.mark.parametrize("state", ["preempted", "running", "failed"])
-def test_a_run_with_checkpoints_has_rows(state: str, run: Path, capsys: pytest.CaptureFixture[str]):
-    codes = {"preempted": 75, "running": None, "failed": 1}
-    rewrite_json(run / "status.json", lambda content: content.update(state=state, exit_code=codes[state]))
-    (run / "metrics.jsonl").unlink()
-    assert results(verify(run, capsys)[1], "failed") == {"rows"}
-
-
-def test_settings_of_another_place_are_no_mistake(run: Path, capsys: pytest.CaptureFixture[str]):
-    """The checkpoint that the run began from may be gone or out of sight, a package may be missing here."""
-    setting("resume: auto", "resume: runs/gone/checkpoints/step-00000005")(run)
-    row = json.loads((run / "attempts.jsonl").read_text())
-    row["config"]["checkpoint"]["resume"] = "runs/gone/checkpoints/step-00000005"
-    (run / "attempts.jsonl").write_text(json.dumps(row) + "\n")
-    _, outcomes = verify(run, capsys)
-    assert results(outcomes, "failed") == set()
-
-
-def test_an_attempts_settings_that_cannot_be_are_not_on_record(run: Path, capsys: pytest.CaptureFixture[str]):
-    row = json.loads((run / "attempts.jsonl").read_text())
-    row["config"]["logging"]["logging_steps"] = "often"
-    (run / "attempts.jsonl").write_text(json.dumps(row) + "\n")
-    _, outcomes = verify(run, capsys)
-    assert results(outcomes, "failed") == set()
+    assert results(outcomes, "failed") == failed
+    if name == "preempted, and its last rows are missing":
+        assert "none of step 9-12" in outcomes["rows"]["problems"][0]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damage_fails_its_checks_and_no_other(damage: str, run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_damage_fails_its_checks_and_no_other(damage, run, capsys):
     put_in, expected, said = DAMAGES[damage]
     put_in(run)
     code, outcomes = verify(run, capsys)
@@ -357,48 +334,11 @@ def test_a_damage_fails_its_checks_and_no_other(damage: str, run: Path, capsys: 
     assert any(said in problem for name in expected for problem in outcomes[name]["problems"])
 
 
-@pytest.mark.parametrize("contents", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_damaged_files_are_reported_without_a_traceback(
-    contents: int, run: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Each file in turn overwritten in its middle, emptied, replaced by another type of JSON, or cut in half.
-
-    The fast case takes one of the contents for each file, another one for the next.
-    """
-    generator = random.Random(0)
-    names = ("config.yaml", "metrics.jsonl", "attempts.jsonl", "status.json")
-    names += (f"{LAST}/manifest.json", "weights/best/best.json", "weights/best/model.safetensors")
-    files = [*(run / name for name in names), *(run / LAST).glob("*.safetensors")]
-    for number, file in enumerate(files):
-        before = file.read_bytes()
-        middle = len(before) // 2
-        noise = before[:middle] + generator.randbytes(16) + before[middle + 16 :]
-        strange = (
-            b'{"step": 1, "time": "x", "state": [], "eval/loss": {}, "train/tokens": {}}\n',
-            b"[1]\n",
-            b"",
-        )
-        choices = (noise, *strange) if len(before) < 50_000 else (before[:middle],)
-        for offset in range(min(contents, len(choices))):
-            damaged = choices[(number + offset) % len(choices)]
-            file.write_bytes(damaged)
-            code, outcomes = verify(run, capsys, "--samples", "2")
-            assert code == 74, (file, damaged[:40])
-            assert results(outcomes, "failed")
-        file.write_bytes(before)
-    assert verify(run, capsys)[0] == 0
-
-
 # --- runs of other kinds ------------------------------------------------------------------------------
 
 
-def test_a_killed_run_that_fell_back_and_changed_its_settings(
-    masked_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """Rows every 3 steps, a step skipped between them, a kill, and on from the checkpoint of step 5.
-
-    The rows that the first attempt wrote after that step are lost work, and not looked at.
-    """
+def test_a_killed_run_that_fell_back_and_changed_its_settings(masked_store, tmp_path, monkeypatch, capsys):
+    """Rows every 3 steps, a step skipped between them; rows of the first attempt after step 5 are lost."""
     forward = train_pretrain.TorchrunEngine.forward
 
     def poisoned(self, batch):
@@ -446,9 +386,7 @@ def test_a_killed_run_that_fell_back_and_changed_its_settings(
         assert results(outcomes, "failed") == (set() if is_lost else {"samples"}), row["step"]
 
 
-def test_a_run_that_goes_on_while_it_is_read(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_that_goes_on_while_it_is_read(run, monkeypatch, capsys):
     rewrite_json(run / "status.json", lambda content: content.update(state="running", exit_code=None))
     look = checkpoint_checks.find_damage
 
@@ -464,9 +402,7 @@ def test_a_run_that_goes_on_while_it_is_read(
     assert "no sound checkpoint" in outcomes["weights step-00000010"]["reason"]
 
 
-def test_what_a_run_writes_after_its_rows_were_read(
-    whole: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_what_a_run_writes_after_its_rows_were_read(whole, run, monkeypatch, capsys):
     """Rows, a checkpoint, and weights of steps 11 and 12 appear between reading the rows and checking."""
     rows = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(row for row in rows if json.loads(row)["step"] <= 10))
@@ -486,9 +422,7 @@ def test_what_a_run_writes_after_its_rows_were_read(
     assert "bit for bit" in outcomes["weights step-00000012"]["looked_at"]
 
 
-def test_a_run_from_another_runs_checkpoint(
-    whole: Path, masked_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_from_another_runs_checkpoint(whole, masked_store, tmp_path, capsys):
     resume = ("--checkpoint.resume", str(whole / TENTH), "--training.max_steps", "16")
     folder = train_tiny(
         masked_store, tmp_path / "run", *SHORT, *resume, "--logging.logging_steps", "3"
@@ -499,7 +433,7 @@ def test_a_run_from_another_runs_checkpoint(
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mixture(tmp_path_factory) -> Path:
     """Two sources over several epochs of each, whose weights change at sample 1024."""
     place = tmp_path_factory.mktemp("mixture")
     stores = [make_store(place / name, documents=40, seed=k).path for k, name in enumerate(("a", "b"))]
@@ -512,9 +446,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).folder
 
 
-def test_a_mixture_whose_weights_change_has_epochs_of_each_source(
-    mixture: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_mixture_whose_weights_change_has_epochs_of_each_source(mixture, capsys):
     code, outcomes = verify(mixture, capsys)
     assert (code, results(outcomes, "failed")) == (0, set())
     said = outcomes["epochs"]["looked_at"]
@@ -544,36 +476,14 @@ def each_segment_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mistake", [the_same_sequence_again, each_segment_starts_anew])
-def test_an_order_that_repeats_samples_is_detected(
-    mixture: Path,
-    mistake: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_an_order_that_repeats_samples_is_detected(mixture, mistake, monkeypatch, capsys):
     mistake(monkeypatch)
     code, outcomes = verify(mixture, capsys)
     assert code == 74
     assert results(outcomes, "failed") == {"epochs", "samples"}
 
 
-# --- usage --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["nowhere"], "nowhere: expected a run's folder"),
-        (["run", "--samples", "few"], "--samples"),
-    ],
-)
-def test_usage_is_answered_in_a_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["verify", *options]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_run_before_its_first_step(
-    masked_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_before_its_first_step(masked_store, tmp_path, monkeypatch, capsys):
     """What a run leaves that was stopped before it had trained: nothing to look at, nothing wrong."""
     monkeypatch.setattr(
         train_pretrain.TorchrunEngine, "train_step", lambda *_: (_ for _ in ()).throw(KeyError)

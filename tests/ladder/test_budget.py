@@ -1,13 +1,16 @@
-"""The rungs of a budget: its FLOPs are used, sizes and tokens keep their bounds, too little is refused."""
+"""The rungs of a budget, its FLOPs used and its bounds kept, and the family that its sizes are members of."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 from support.presets import preset
 
+from llm_pretrain.config.loading import PRESETS, validate
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.forecast import family
 from llm_pretrain.forecast.budget import (
@@ -25,7 +28,7 @@ from llm_pretrain.forecast.budget import (
     read_budget,
     rungs_within,
 )
-from llm_pretrain.forecast.family import Sizes
+from llm_pretrain.forecast.family import Sizes, member, width_step
 from llm_pretrain.forecast.ladder_runs import LadderRun, ladder_runs, longest_first, makespan
 from llm_pretrain.forecast.points import Rung
 from llm_pretrain.model.sizes import count_parameters
@@ -43,7 +46,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("name", "unique_tokens", "flops"), [(n, u, f) for n, u, budgets in CASES for f in budgets]
 )
-def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int, flops: float):
+def test_a_budget_is_used_and_its_bounds_are_kept(name, unique_tokens, flops):
     base = preset(name)
     sizes, rungs = Sizes(base), choose_rungs(Sizes(base), flops, unique_tokens)
     is_short_of_text = rungs[0].steps[-1] * base.training.tokens_per_step > 0.99 * MAX_EPOCHS * unique_tokens
@@ -68,9 +71,7 @@ def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int,
 @pytest.mark.parametrize(
     ("unique_tokens", "flops", "count"), [(3_500_000, 1.4e14, 3), (10**7, 7e14, 4), (5 * 10**7, 5e15, 5)]
 )
-def test_a_larger_budget_has_more_sizes_around_the_best_for_its_tokens(
-    unique_tokens: int, flops: float, count: int
-):
+def test_a_larger_budget_has_more_sizes_around_the_best_for_its_tokens(unique_tokens, flops, count):
     base = preset("ladder")
     rungs = choose_rungs(Sizes(base), flops, unique_tokens)
     assert len(rungs) == count
@@ -93,7 +94,7 @@ def test_branches_are_multiples_and_end_in_their_decays():
 @pytest.mark.parametrize(
     ("name", "unique_tokens"), [("ladder", 3_500_000), ("quickstart", 20_000_000), ("gpt2-124m", 10**9)]
 )
-def test_the_budget_that_is_named_works_and_is_nearly_the_least(name: str, unique_tokens: int):
+def test_the_budget_that_is_named_works_and_is_nearly_the_least(name, unique_tokens):
     sizes = Sizes(preset(name))
     with pytest.raises(ConfigError, match=r"--budget: expected at least .* for 3 sizes") as error:
         choose_rungs(sizes, 1e10, unique_tokens)
@@ -104,7 +105,7 @@ def test_the_budget_that_is_named_works_and_is_nearly_the_least(name: str, uniqu
 
 
 @pytest.mark.parametrize("unique_tokens", [2_343_750, 2_400_000, 3_500_000])
-def test_every_budget_from_the_least_on_has_a_ladder(unique_tokens: int):
+def test_every_budget_from_the_least_on_has_a_ladder(unique_tokens):
     """Also where the text is so short that few numbers of tokens are allowed, and widths come in steps."""
     sizes = Sizes(preset("ladder"))
     least = least_flops(sizes, unique_tokens)
@@ -115,12 +116,10 @@ def test_every_budget_from_the_least_on_has_a_ladder(unique_tokens: int):
         assert rungs[0].steps[-1] * sizes.base.training.tokens_per_step <= 1.01 * MAX_EPOCHS * unique_tokens
 
 
-def test_a_budget_that_is_huge_for_its_store_is_not_spent(monkeypatch: pytest.MonkeyPatch):
+def test_a_budget_that_is_huge_for_its_store_is_not_spent(monkeypatch):
     counted = list[int]()
     monkeypatch.setattr(
-        family,
-        "count_parameters",
-        lambda model: counted.append(model.hidden_size) or count_parameters(model),
+        family, "count_parameters", lambda model: counted.append(model.hidden_size) or count_parameters(model)
     )
     base = preset("ladder")
     for flops in (1e18, 1e27):
@@ -142,30 +141,28 @@ def test_a_store_too_small_is_named():
         choose_rungs(sizes, least, 2_343_749)
 
 
+TIMES = {"90s": 90, "20m": 1200, "1.5h": 5400, "1h05m": 3900}
+
+
+def test_budgets_are_times_or_flops():
+    assert [read_budget(text) for text in TIMES] == [(None, seconds) for seconds in TIMES.values()]
+    assert read_budget("1e16") == (1e16, None)
+
+
+WRONG = ("", "m", "0", "-1h", "20 m", "nan", "1e999", "5y", "1h5", "5 5m")
+
+
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "name", "options"),
     [
-        ("90s", (None, 90)),
-        ("20m", (None, 1200)),
-        ("1.5h", (None, 5400)),
-        ("1h05m", (None, 3900)),
-        ("1e16", (1e16, None)),
+        *((text, "--budget", {}) for text in WRONG),
+        *((text, "--time", {"only_time": True}) for text in ("1e16", "0")),
     ],
 )
-def test_budgets_are_times_or_flops(text: str, expected: tuple[float | None, float | None]):
-    assert read_budget(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "m", "0", "-1h", "20 m", "nan", "1e999", "5y", "1h5", "5 5m"])
-def test_what_is_no_budget_is_refused(text: str):
-    with pytest.raises(ConfigError, match="--budget: expected a time such as 20m or 2h, or FLOPs"):
-        read_budget(text)
-
-
-@pytest.mark.parametrize("text", ["1e16", "0", "30"])
-def test_what_is_no_time_is_not_told_to_be_flops(text: str):
-    with pytest.raises(ConfigError, match=f"^--time: expected a time such as 20m or 2h, found '{text}'$"):
-        read_budget(text, "--time", only_time=True)
+def test_what_is_no_budget_is_refused(text, name, options):
+    or_flops = "" if options else ", or FLOPs"
+    with pytest.raises(ConfigError, match=f"^{name}: expected a time such as 20m or 2h{or_flops}"):
+        read_budget(text, name, **options)
 
 
 def test_a_time_becomes_the_rungs_that_fit():
@@ -209,3 +206,60 @@ def test_what_a_long_decay_waits_for_goes_first():
     order = longest_first(costs)
     assert order[0] == stable
     assert makespan(order, costs, 2) == 11
+
+
+BASES = [path.stem for path in sorted(PRESETS.glob("*.yaml")) if path.stem != "quickstart-chat"]
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_every_size_of_a_preset_is_a_valid_model(name):
+    base = preset(name)
+    sizes = []
+    for heads in (1, 2, 3, 5, 7, 12):
+        config = member(base, heads * width_step(base))
+        model = config.model
+        assert validate(config, needs_data=False) == []
+        assert model.attention_head_dim == base.model.attention_head_dim
+        assert model.num_attention_heads % model.num_key_value_heads == 0
+        assert (model.num_experts, model.num_experts_per_tok) == (
+            base.model.num_experts,
+            base.model.num_experts_per_tok,
+        )
+        assert bool(model.moe_layers) == bool(base.model.moe_layers)
+        sizes.append(count_parameters(model).active)
+    assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_base_is_a_member_at_its_own_rates(name):
+    base = preset(name)
+    own = member(base, base.model.hidden_size)
+    tuned_for = base.optimizer.base_hidden_size or base.model.hidden_size
+    assert own == dataclasses.replace(
+        base, optimizer=dataclasses.replace(base.optimizer, base_hidden_size=tuned_for)
+    )
+
+
+def test_sizes_follow_the_dial():
+    model = member(preset("quickstart"), 96).model
+    assert (model.num_hidden_layers, model.num_attention_heads, model.num_key_value_heads) == (2, 3, 1)
+    assert (model.intermediate_size, model.moe_intermediate_size) == (256, 128)
+
+
+def test_a_sparse_step_longer_than_the_model_keeps_a_layer_of_experts():
+    base = preset("tiny-moe")
+    shape = dataclasses.replace(
+        base.model, num_hidden_layers=6, decoder_sparse_step=3, first_k_dense_replace=2
+    )
+    for heads in (1, 2, 3, 4):
+        config = member(dataclasses.replace(base, model=shape), heads * width_step(base))
+        assert config.model.moe_layers
+
+
+def test_what_has_no_family_is_refused():
+    base = preset("quickstart")
+    with pytest.raises(ConfigError, match=r"model\.hidden_size: expected a multiple of 32, .*, found 100"):
+        member(base, 100)
+    tuned = dataclasses.replace(base, model=dataclasses.replace(base.model, init_from=str(Path("weights"))))
+    with pytest.raises(ConfigError, match=r"model\.init_from: expected none"):
+        member(tuned, 96)

@@ -58,20 +58,14 @@ CASES = {
     "one attempt": ([Part(0, range(1, 9))], range(1, 9)),
     "killed and resumed": ([Part(0, range(1, 9)), Part(4, range(5, 13))], range(1, 13)),
     "rolled back": ([Part(0, range(1, 9)), Part(4, range(5, 7))], range(1, 7)),
-    "rolled back twice": (
-        [Part(0, range(1, 13)), Part(8, range(9, 12)), Part(4, range(5, 7))],
-        range(1, 7),
-    ),
+    "rolled back twice": ([Part(0, range(1, 13)), Part(8, range(9, 12)), Part(4, range(5, 7))], range(1, 7)),
     "continued from elsewhere": ([Part(10, range(11, 15), "/old/checkpoints/step-00000010")], range(11, 15)),
     "continued from elsewhere after a start of its own": (
         [Part(0, range(1, 4)), Part(10, range(11, 15), "/old/checkpoints/step-00000010")],
         range(11, 15),
     ),
     "continued from elsewhere, and resumed": (
-        [
-            Part(10, range(11, 15), "/old/checkpoints/step-00000010"),
-            Part(12, range(13, 17)),
-        ],
+        [Part(10, range(11, 15), "/old/checkpoints/step-00000010"), Part(12, range(13, 17))],
         range(11, 17),
     ),
     "begun elsewhere, and again from its initial values": (
@@ -102,7 +96,7 @@ CASES = {
 
 @pytest.mark.parametrize("torn", [False, True], ids=["whole", "torn"])
 @pytest.mark.parametrize("case", CASES)
-def test_verify_and_replay_read_the_same_history(tmp_path: Path, case: str, torn: bool):
+def test_verify_and_replay_read_the_same_history(tmp_path, case, torn):
     parts, expected = CASES[case]
     folder = tmp_path / "here"
     config = write_run(folder, parts, name="first", torn=torn)

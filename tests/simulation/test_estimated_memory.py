@@ -22,68 +22,27 @@ from llm_pretrain.memory import TOLERANCE, estimate_memory
 SHORT = 0.1
 """Most that an estimate may be below."""
 
-LLAMA_8B: dict[str, Any] = {
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "qk_norm": False,
-    "tie_word_embeddings": False,
-}
-MIXTRAL = LLAMA_8B | {
-    "vocab_size": 32_000,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 14_336,
-}
-OLMOE: dict[str, Any] = {
-    "vocab_size": 50_304,
-    "hidden_size": 2048,
-    "intermediate_size": 1024,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "tie_word_embeddings": False,
-}
-DEEPSEEK_16B: dict[str, Any] = {
-    "vocab_size": 102_400,
-    "hidden_size": 2048,
-    "intermediate_size": 10_944,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "num_experts": 64,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1408,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "tie_word_embeddings": False,
-}
-QWEN3_600M: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-GEMMA_2B: dict[str, Any] = {
-    "vocab_size": 256_000,
-    "hidden_size": 2048,
-    "intermediate_size": 16_384,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-}
-GPT2_MEDIUM: dict[str, Any] = {
-    "vocab_size": 50_304,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "qk_norm": False,
-}
+
+def model(
+    vocab_size: int, hidden_size: int, intermediate_size: int, *heads: int, **more: Any
+) -> dict[str, Any]:
+    """`heads` are those of queries and of keys."""
+    sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    return sizes | dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True)) | more
+
+
+def experts(number: int, chosen: int, **more: Any) -> dict[str, Any]:
+    return {"num_experts": number, "num_experts_per_tok": chosen, "tie_word_embeddings": False} | more
+
+
+LLAMA_8B = model(128_256, 4096, 14_336, 32, 8, qk_norm=False, tie_word_embeddings=False)
+MIXTRAL = LLAMA_8B | {"vocab_size": 32_000} | experts(8, 2, moe_intermediate_size=14_336)
+OLMOE = model(50_304, 2048, 1024, 16, 16) | experts(64, 8)
+DEEPSEEK_16B = model(102_400, 2048, 10_944, 16, 16)
+DEEPSEEK_16B |= experts(64, 6, moe_intermediate_size=1408, n_shared_experts=2, first_k_dense_replace=1)
+QWEN3_600M = model(151_936, 1024, 3072, 16, 8, head_dim=128)
+GEMMA_2B = model(256_000, 2048, 16_384, 8, 1, head_dim=256)
+GPT2_MEDIUM = model(50_304, 1024, 2816, 16, 16, qk_norm=False)
 RECOMPUTED = {"training.activation_checkpointing": True}
 FP32 = {"training.precision": "fp32"}
 
@@ -107,8 +66,6 @@ CASES: dict[str, Case] = {
     "mixture, experts divided": (MIXTRAL, 2, 8, 1, 4096, 2, mesh(ep=8) | RECOMPUTED),
     "mixture, stages": (OLMOE, 2, 8, 1, 2048, 4, mesh("gpipe", pp=2)),
     "shared experts": (DEEPSEEK_16B, 2, 8, 2, 2048, 1, {}),
-}
-SLOW_CASES: dict[str, Case] = {
     "short sequences": (GEMMA_2B, 4, 4, 8, 64, 1, {}),
     "long sequences": (DEEPSEEK_16B, 3, 1, 1, 16_384, 2, RECOMPUTED),
     "dense in fp16": (LLAMA_8B, 3, 1, 2, 2048, 2, {"training.precision": "fp16"}),
@@ -138,6 +95,8 @@ SLOW_CASES: dict[str, Case] = {
     ),
     "more ranks than experts": (MIXTRAL, 3, 32, 1, 2048, 2, RECOMPUTED),
 }
+QUICK = ("dense in fp32", "mixture, experts divided")
+"""The others take two CPU seconds each."""
 PRESETS = {
     "minimind-104m": (1, {}),
     "quickstart-chat": (2, {"distributed.strategy": "fsdp", "model.vocab_size": 4096}),
@@ -206,20 +165,16 @@ def h100() -> Iterator[Simulator]:
         yield worker
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_estimate_and_simulation_agree(name: str, h100: Simulator):
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_estimate_and_simulation_agree(name, h100):
     check(h100, options(CASES[name]), CASES[name][2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW_CASES)
-def test_further_estimates_and_simulations_agree(name: str, h100: Simulator):
-    check(h100, options(SLOW_CASES[name]), SLOW_CASES[name][2])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_estimates_and_simulations_of_whole_presets_agree(name: str, h100: Simulator):
+def test_estimates_and_simulations_of_whole_presets_agree(name, h100):
     ranks, more = PRESETS[name]
     check(h100, ["--config", name, *words(more)], ranks)
 
@@ -233,17 +188,16 @@ def test_an_older_gpus_experts_agree():
 
 
 @pytest.mark.parametrize(("preset", "ranks", "settings", "gibibytes"), DOCUMENTED)
-def test_estimates_and_documented_peaks_agree(
-    preset: str, ranks: int, settings: dict[str, Any], gibibytes: float
-):
+def test_estimates_and_documented_peaks_agree(preset, ranks, settings, gibibytes):
     config = loaded(["--config", preset, *words(settings)], ranks)
     agrees(estimate_memory(config, ranks, on_gpu=True).peak, gibibytes * 2**30)
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("experts", [0, 8])
-def test_estimate_and_a_cpus_step_agree(experts: int, precision: str, recomputed: bool):
+@pytest.mark.parametrize(
+    ("experts", "precision", "recomputed"),
+    [(0, "fp32", False), (0, "bf16", True), (8, "fp32", True), (8, "bf16", False)],
+)
+def test_estimate_and_a_cpus_step_agree(experts, precision, recomputed):
     """A step with values, by a CPU's kernels; the heap's holes are beside the storages that are counted."""
     model = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
     model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": experts}

@@ -39,9 +39,7 @@ def collective(kind: str, ranks: tuple[int, ...], size: int = SIZE) -> Collectiv
         ("all_gather", (0,), "nvlink", 0.0),
     ],
 )
-def test_a_collective_takes_as_long_as_its_slowest_link(
-    kind: str, ranks: tuple[int, ...], link: str, seconds: float
-):
+def test_a_collective_takes_as_long_as_its_slowest_link(kind, ranks, link, seconds):
     assert collective_time(collective(kind, ranks), NO_HOPS) == (link, pytest.approx(seconds))
 
 
@@ -109,7 +107,7 @@ def test_views_move_nothing():
         (["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"], 1 / 3),
     ],
 )
-def test_a_rank_of_a_pipeline_waits_for_what_its_schedule_needs(orders: list[str], idle: float):
+def test_a_rank_of_a_pipeline_waits_for_what_its_schedule_needs(orders, idle):
     actions = [[_Action.from_str(each) for each in order.split()] for order in orders]
     schedule = SimpleNamespace(pipeline_order=dict(enumerate(actions)))
     assert idle_time(schedule) == pytest.approx(idle)

@@ -16,7 +16,7 @@ RANKS = Path(__file__).parent.parent / "support" / "simulated_meshes.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["tiny-moe", "tiny-dense"])
-def test_small_meshes_are_as_simulated(preset: str):
+def test_small_meshes_are_as_simulated(preset):
     options = ["--config", f"configs/{preset}.yaml", "--model.vocab_size", "512"]
     environment = launch_environment(PACKAGE_ROOT, gpus="") | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, str(RANKS), json.dumps(options)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch.distributed as dist
 from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.forecast.simulation import trace as trace_module
-from llm_pretrain.forecast.simulation.patches import OURS, gpu_kernels, tracked
+from llm_pretrain.forecast.simulation.patches import OURS, tracked
 from llm_pretrain.forecast.simulation.trace import Trace, traced_step
 from llm_pretrain.forecast.simulation.tracker import OPTIMIZER, PARAMETERS, Tracker
 from llm_pretrain.forecast.simulation.worker import fake_ranks, grouped
@@ -51,11 +49,7 @@ def config(model: dict[str, Any], world_size: int, micro_batches: int = 1, **dis
     training |= {"experts_implementation": "reference", "loss_implementation": "full"}
     distributed = {"strategy": "fsdp", "cpu_threads": 1} | distributed
     return from_dict(
-        {
-            "model": model | {"tie_word_embeddings": False},
-            "training": training,
-            "distributed": distributed,
-        }
+        {"model": model | {"tie_word_embeddings": False}, "training": training, "distributed": distributed}
     )
 
 
@@ -70,16 +64,19 @@ def sizes(trace: Trace, kind: str) -> Counter[tuple[str, int, int]]:
     return Counter((each.group, len(each.ranks), each.size) for each in found)
 
 
-def test_the_collectives_of_fsdp_are_those_counted_by_hand():
+def test_the_collectives_of_fsdp_and_its_state_are_those_counted_by_hand():
     trace = simulated(config(DENSE, 2), 2)
     assert sizes(trace, "all_gather") == {("world", 2, 4 * REST): 1, ("world", 2, 4 * LAYER): 2 * L}
     assert sizes(trace, "reduce_scatter") == {("world", 2, 4 * REST): 1, ("world", 2, 4 * LAYER): L}
     # loss tokens and digests; the norm; the losses
     assert sum(sizes(trace, "all_reduce").values()) == 3
+    share = 4 * (L * LAYER + REST) // 2
+    assert trace.held[PARAMETERS] == pytest.approx(share, rel=0.01)  # norms are padded
+    assert trace.held[OPTIMIZER] == pytest.approx(2 * trace.held[PARAMETERS], rel=0.01)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_replicas_reduce_their_shards_once(micro_batches: int):
+def test_replicas_reduce_their_shards_once(micro_batches):
     trace = simulated(config(DENSE, 8, micro_batches, dp_replicate_size=2), 8)
     passes = min(micro_batches, 2)
     gathered = {("dp_shard", 4, 4 * REST): passes, ("dp_shard", 4, 4 * LAYER): 2 * L * passes}
@@ -121,7 +118,7 @@ def test_what_is_gathered_for_products_is_no_part_of_the_state_though_all_ranks_
 @IN_STAGES
 @pytest.mark.pipeline
 @pytest.mark.parametrize(("rank", "kind", "other"), [(0, "send", "receive"), (2, "receive", "send")])
-def test_a_stage_sends_hidden_states_and_receives_gradients(rank: int, kind: str, other: str):
+def test_a_stage_sends_hidden_states_and_receives_gradients(rank, kind, other):
     size, micro_batches = 4 * B * S * H, 4
     batch = config(DENSE, 2, micro_batches, pp_size=2)
     with fake_ranks(4, "fake", rank):
@@ -135,9 +132,9 @@ def test_a_stage_sends_hidden_states_and_receives_gradients(rank: int, kind: str
 
 @IN_STAGES
 @pytest.mark.pipeline
-@pytest.mark.parametrize("rank", [0, 2])
-def test_middle_micro_batches_of_a_pipeline_stand_for_more(rank: int, monkeypatch: pytest.MonkeyPatch):
-    batch = config(DENSE, 2, 12, pp_size=2)
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_middle_micro_batches_of_a_pipeline_stand_for_more(rank, monkeypatch):
+    batch = config(DENSE, 2, 8, pp_size=2)
     with fake_ranks(4, "fake", rank):
         few = traced_step(batch, CPU)
     monkeypatch.setattr(trace_module, "_steady", lambda config, count: count)
@@ -146,34 +143,27 @@ def test_middle_micro_batches_of_a_pipeline_stand_for_more(rank: int, monkeypatc
     assert (few.repeats > 1, every.repeats) == (True, 1)
     assert few.idle == every.idle
     assert grouped(few) == grouped(every)
-    assert abs(few.peak - every.peak) <= 12 * 8  # the losses of each micro batch
+    assert abs(few.peak - every.peak) <= 8 * 8  # the losses of each micro batch
 
 
 @pytest.mark.pipeline
 @pytest.mark.parametrize(
     ("schedule", "idle"),
     [
-        ("gpipe", 1),
-        ("interleaved_1f1b", 1 / 2),
-        ("interleaved_zero_bubble", 1 / 6),
+        pytest.param("gpipe", 1, marks=pytest.mark.slow),
+        pytest.param("interleaved_1f1b", 1 / 2, marks=pytest.mark.slow),
+        pytest.param("interleaved_zero_bubble", 1 / 6, marks=pytest.mark.slow),
         ("zbv_zero_bubble", 1 / 6),
     ],
 )
-def test_ranks_of_other_schedules_wait(schedule: str, idle: float):
+def test_ranks_of_other_schedules_wait(schedule, idle):
     """Zero-bubble ones for the first forward pass of a stage, a sixth of a micro batch on two stages."""
     batch = config(DENSE | {"num_hidden_layers": 4}, 1, 4, pp_size=2, pp_schedule=schedule)
     assert simulated(batch, 2).idle == pytest.approx(idle)
 
 
-def test_state_is_a_ranks_share():
-    trace = simulated(config(DENSE, 2), 2)
-    share = 4 * (L * LAYER + REST) // 2
-    assert trace.held[PARAMETERS] == pytest.approx(share, rel=0.01)  # norms are padded
-    assert trace.held[OPTIMIZER] == pytest.approx(2 * trace.held[PARAMETERS], rel=0.01)
-
-
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
-def test_a_simulated_peak_is_a_computed_one(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_a_simulated_peak_is_a_computed_one(model, monkeypatch):
     """To the byte; a storage whose end is not seen would change it."""
     alone = config(model, 1, micro_batches=2)
     computed = simulated(alone, 1, real=True)
@@ -202,59 +192,16 @@ def test_padded_experts_are_found():
 
 
 def test_a_simulation_leaves_nothing_behind():
-    simulated(config(DENSE, 2), 2)
+    names = [name for name, why in OURS.items() if "Triton" not in why]
+    before = [resolve_name(name) for name in names]
+    simulated(config(MOE, 4, ep_size=2), 4)
+    assert [resolve_name(name) for name in names] == before
     assert rotary_frequencies.cache_info().currsize == 0
     assert not dist.is_initialized()
 
 
-def own_names() -> dict[str, Any]:
-    """What every name of this project is, in its modules and classes."""
-    found: dict[str, Any] = {}
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in ("llm_pretrain", "train_pretrain"):
-            found[name] = module
-            found |= {f"{name}.{each}": value for each, value in vars(module).items()}
-            for owner in [each for each in vars(module).values() if isinstance(each, type)]:
-                if owner.__module__ == name:
-                    values = vars(owner).items()
-                    found |= {f"{name}.{owner.__qualname__}.{each}": value for each, value in values}
-    return found
-
-
-class Watch:
-    """What names are once a step has computed its gradients."""
-
-    tracker: Any = None
-
-    def __init__(self) -> None:
-        self.names: dict[str, Any] = {}
-
-    def __call__(self, *_: Any) -> None:
-        if not self.names and self.tracker.phase == "update":
-            self.names = own_names()
-
-
-def test_few_names_of_ours_are_replaced_and_all_are_listed():
-    simulated(config(MOE, 4, ep_size=2), 4)  # imports what it needs
-    before, watch = own_names(), Watch()
-    simulated(config(MOE, 4, ep_size=2), 4, observe=watch)
-    with gpu_kernels((9, 0)):
-        on_gpu = own_names()
-    assert watch.names
-    replaced = {
-        name
-        for found in (watch.names, on_gpu)
-        for name, value in found.items()
-        if (name in before and value is not before[name]) or isinstance(value, SimpleNamespace)
-    }
-    assert replaced == set(OURS)
-    assert len(OURS) <= 8
-    after = own_names()
-    assert not [name for name in before if after[name] is not before[name]]
-
-
 @pytest.fixture
-def gloo(tmp_path: Path) -> Iterator[None]:
+def gloo(tmp_path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -108,7 +108,12 @@ def rewrite_checkpoint(run: Path, step: int, change: Callable[[dict[str, torch.T
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata=metadata)
-    write_manifest(folder, replace(read_manifest(folder), files={file.name: file_digest(file)}))
+    described = {
+        name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        for name, tensor in tensors.items()
+    }
+    manifest = read_manifest(folder)
+    write_manifest(folder, replace(manifest, tensors=described, files={file.name: file_digest(file)}))
 
 
 def copy_of(run: Path, folder: Path) -> Path:

@@ -22,6 +22,15 @@ STABLE = 1.06
 """Loss before the decay, in units of that after it."""
 BITS = 0.45
 """Bits per byte of a nat per token."""
+SMALL_BASE = """\
+run: {name: tiny}
+model: {hidden_size: 64, intermediate_size: 96, num_hidden_layers: 1, num_attention_heads: 8,
+        num_key_value_heads: 4}
+training: {sequence_length: 32, micro_batch_size: 8, global_batch_size: 8, precision: fp32}
+optimizer: {learning_rate: 0.008}
+schedule: {warmup_steps: 5}
+"""
+"""A base whose ladder trains in seconds."""
 
 
 def measured(size: Size, steps: int, unique_tokens: int, law: ScalingLaw, *, decayed: bool) -> Point:

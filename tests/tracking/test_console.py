@@ -12,7 +12,6 @@ import termios
 import pytest
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.text import duration
 from llm_pretrain.tracking.trackers import Console
 
 ROW = {
@@ -20,48 +19,47 @@ ROW = {
     **{"perf/tokens_per_second": 12345.6, "perf/memory_bytes": 512 * 2**20, "perf/mfu": 0.4123},
     **{"perf/step_seconds": 0.148, "train/skipped": None, "data/batch_sha256": "00"},
 }
+EXPERTS = {
+    **{"step": 1, "moe/load": [[0.5, 0.25, 0.25, 0.0], [0.25, 0.25, 0.25, 0.25]], "perf/mfu": None},
+    **{"moe/layer_0/load_max": 2.0, "moe/layer_0/router_entropy": 1.0, "moe/layer_0/dead_experts": 1},
+    **{"moe/layer_1/load_max": 1.0, "moe/layer_1/router_entropy": 1.4, "moe/layer_1/dead_experts": 2},
+    "train/loss": 1.0,
+}
+SUMMARY = "step 1/1000  loss 1.0000  load 2.00x  dead 3  entropy 1.20"
+LINES: list[tuple[dict, list[str]]] = [
+    (
+        ROW,
+        [
+            "step 120/1000  loss 4.2314  lr 9.80e-04  grad 0.831  12.3k tok/s  "
+            "mem 512.0 MiB  mfu 41%  eta 2m10s"
+        ],
+    ),
+    (
+        {"step": 3, "train/loss": None, "train/grad_norm": float("nan"), "train/skipped": "fp16 overflow"},
+        ["step 3/1000  skipped (fp16 overflow)  loss -  grad -"],
+    ),
+    (
+        {"step": 0, "eval/loss": 2.0, "eval/perplexity": 7.389, "eval/bits_per_byte": 1.5},
+        ["step 0/1000  eval loss 2.0000  perplexity 7.39  bits/byte 1.5000"],
+    ),
+    (
+        {"step": 5, "train/loss": 1.0, "eval/loss": 2.0, "eval/predicted_loss": 1.9},
+        ["step 5/1000  loss 1.0000", "step 5/1000  eval loss 2.0000  predicted 1.9000"],
+    ),
+    (EXPERTS, [SUMMARY]),
+    ({key: value for key, value in EXPERTS.items() if key != "moe/load"}, [SUMMARY]),
+    (EXPERTS | {"moe/load": []}, [SUMMARY]),
+]
 
 
 def console(enabled: bool = True, **positions: int) -> Console:
     return Console(Config(), enabled=enabled, **({"start_step": 0, "max_steps": 1000} | positions))
 
 
-def test_a_row_is_a_readable_line(capsys):
-    console().row(ROW)
-    assert capsys.readouterr().out == (
-        "step 120/1000  loss 4.2314  lr 9.80e-04  grad 0.831  12.3k tok/s  "
-        "mem 512.0 MiB  mfu 41%  eta 2m10s\n"
-    )
-
-
-def test_unknown_values_and_skipped_steps_are_shown_as_such(capsys):
-    row = {"step": 3, "train/loss": None, "train/grad_norm": float("nan"), "train/skipped": "fp16 overflow"}
+@pytest.mark.parametrize(("row", "lines"), LINES)
+def test_a_row_is_readable_lines(capsys, row, lines):
     console().row(row)
-    assert capsys.readouterr().out == "step 3/1000  skipped (fp16 overflow)  loss -  grad -\n"
-
-
-def test_evaluation_has_its_own_line(capsys):
-    console().row({"step": 0, "eval/loss": 2.0, "eval/perplexity": 7.389, "eval/bits_per_byte": 1.5})
-    console().row({"step": 5, "train/loss": 1.0, "eval/loss": 2.0, "eval/predicted_loss": 1.9})
-    assert capsys.readouterr().out.splitlines() == [
-        "step 0/1000  eval loss 2.0000  perplexity 7.39  bits/byte 1.5000",
-        "step 5/1000  loss 1.0000",
-        "step 5/1000  eval loss 2.0000  predicted 1.9000",
-    ]
-
-
-def test_experts_are_summarised_over_layers(capsys):
-    row = {
-        **{"step": 1, "moe/load": [[0.5, 0.25, 0.25, 0.0], [0.25, 0.25, 0.25, 0.25]], "perf/mfu": None},
-        **{"moe/layer_0/load_max": 2.0, "moe/layer_0/router_entropy": 1.0, "moe/layer_0/dead_experts": 1},
-        **{"moe/layer_1/load_max": 1.0, "moe/layer_1/router_entropy": 1.4, "moe/layer_1/dead_experts": 2},
-        "train/loss": 1.0,
-    }
-    line = "step 1/1000  loss 1.0000  load 2.00x  dead 3  entropy 1.20\n"
-    console().row(row)
-    console().row({key: value for key, value in row.items() if key != "moe/load"})
-    console().row(row | {"moe/load": []})
-    assert capsys.readouterr().out == line * 3
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_the_time_left_follows_the_rate_since_the_first_row(capsys, monkeypatch):
@@ -86,9 +84,11 @@ def test_only_the_enabled_console_prints(capsys):
     loud = console()
     loud.info("a")
     loud.warning("b")
+    loud.info("a\x1b[31m\nb")  # a run's folder may have any name
+    loud.warning("a\u202eb")
     loud.close()
     loud.info("after the end")
-    assert capsys.readouterr() == ("a\n", "warning: b\n")
+    assert capsys.readouterr() == ("a\na\\x1b[31m\\nb\n", "warning: b\nwarning: a\\u202eb\n")
 
 
 @pytest.mark.parametrize("failure", [BrokenPipeError, ValueError])
@@ -132,14 +132,3 @@ def test_a_terminal_gets_a_bar_with_rate_and_time_left(size):
     last = [state for state in text.split("\r") if "step/s" in state][-1]
     for part in ("pretrain", "30/40", "step/s", "loss 2.5000", "75%"):
         assert part in last
-
-
-def test_a_name_cannot_steer_the_terminal(capsys):
-    """A run's folder may have any name."""
-    console().info("weights: a\x1b[31m\nb")
-    console().warning("a\u202eb")
-    assert capsys.readouterr() == ("weights: a\\x1b[31m\\nb\n", "warning: a\\u202eb\n")
-
-
-def test_times_as_text():
-    assert [duration(seconds) for seconds in (45, 750, 3900)] == ["45s", "12m30s", "1h05m"]

@@ -123,19 +123,15 @@ def test_a_repeated_step_counts_once_and_the_later_row_counts(path):
 
 def test_evaluation_is_merged_into_the_row_of_its_step(path):
     write(path, {"step": 0, "eval/loss": 8.0}, {"step": 0, "train/loss": 7.0})
-    write(path, {"step": 1, "train/loss": 2.0}, {"step": 1, "eval/loss": 3.0}, {"step": 2, "train/loss": 1.0})
+    write(path, {"step": 1, "train/loss": 2.0}, {"step": 1, "eval/loss": 3.0})
+    write(path, {"step": 2, "time": 11.0, "train/loss": 1.0})
     write(path, {"step": 1, "eval/loss": 3.5}, resume_step=1)
+    write(path, {"step": 2, "time": 99.0, "eval/loss": 3.0}, resume_step=2)
     assert read_metrics(path) == [
         {"step": 0, "eval/loss": 8.0, "train/loss": 7.0},
         {"step": 1, "train/loss": 2.0, "eval/loss": 3.5},
-        {"step": 2, "train/loss": 1.0},
+        {"step": 2, "time": 99.0, "train/loss": 1.0, "eval/loss": 3.0},
     ]
-
-
-def test_rows_with_different_times_are_merged(path):
-    write(path, {"step": 1, "time": 10.0, "train/loss": 2.0}, {"step": 2, "time": 11.0, "train/loss": 1.0})
-    write(path, {"step": 2, "time": 99.0, "eval/loss": 3.0}, resume_step=2)
-    assert read_metrics(path)[-1] == {"step": 2, "time": 99.0, "train/loss": 1.0, "eval/loss": 3.0}
 
 
 def test_a_row_before_the_checkpoint_is_a_bug(path):

@@ -38,7 +38,7 @@ def status_of(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path) -> Path:
     return make_run(tmp_path / "run", [training_row(step) for step in range(1, 101)])
 
 
@@ -62,7 +62,7 @@ def test_only_the_same_steps_found_identical_take_a_difference_back():
     assert difference_lines([replay(segment(4, 8)), WRONG]) == [LINE], "the hardware may be wrong since"
 
 
-def test_a_line_that_is_no_replay_is_named_and_left_out(run: Path):
+def test_a_line_that_is_no_replay_is_named_and_left_out(run):
     record_replay(run, SOUND)
     with (run / "replays.jsonl").open("a") as file:
         file.write('{"time": 1, "segments": [{"start": 4, "end": 3}]}\n{"time": 1e300, "segments": []}\n{"ti')
@@ -71,7 +71,7 @@ def test_a_line_that_is_no_replay_is_named_and_left_out(run: Path):
     assert [line.split(":")[1] for line in problems] == [" line 2", " line 3"]
 
 
-def test_a_run_that_has_ended_says_so_everywhere(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_that_has_ended_says_so_everywhere(run, capsys):
     before = status_of(run)
     record_replay(run, SOUND)
     assert status_of(run)["replays"]["differences"] == []
@@ -93,7 +93,7 @@ def test_a_run_that_has_ended_says_so_everywhere(run: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("state", ["running", "locked"])
-def test_a_run_that_trains_takes_it_in_itself(state: str, run: Path):
+def test_a_run_that_trains_takes_it_in_itself(state, run):
     status = Status(run / "status.json", **LAUNCH)
     status.started() if state == "running" else None
     before = (run / "status.json").read_bytes()

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
-import jinja2
 import pytest
 from support.pages import Page
 from support.run_folders import START, attempt_row, make_run, training_row
 
 from llm_pretrain.config.loading import to_dict
 from llm_pretrain.config.tree import Config
-from llm_pretrain.errors import CheckpointError, ConfigError, OutputError
-from llm_pretrain.runs.record import RunRecord, expert_loads, read_run
-from llm_pretrain.tracking import report as report_module
+from llm_pretrain.runs.record import expert_loads, read_run
 from llm_pretrain.tracking import report_charts
 from llm_pretrain.tracking.report import write_report
 from llm_pretrain.tracking.report_charts import expert_maps, run_series, training_seconds
@@ -25,7 +21,7 @@ NASTY = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&</title></scri
 
 
 @pytest.fixture(autouse=True)
-def short_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_plotly(monkeypatch) -> None:
     """A page without the 5 MB of plotly's script, which take a second to parse."""
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "/* plotly */")
 
@@ -34,7 +30,7 @@ def report(*runs: Path) -> Page:
     return Page(write_report(list(runs), runs[0].parent / "report.html"))
 
 
-def test_an_abandoned_attempts_rows_are_not_the_runs(tmp_path: Path):
+def test_an_abandoned_attempts_rows_are_not_the_runs(tmp_path):
     first = [{"step": step, "train/loss": 9 - step, "eval/loss": 9 - step} for step in range(1, 6)]
     folder = make_run(tmp_path / "run", first)
     size = (folder / "metrics.jsonl").stat().st_size
@@ -46,7 +42,7 @@ def test_an_abandoned_attempts_rows_are_not_the_runs(tmp_path: Path):
     assert [(row["step"], row["eval/loss"]) for row in found] == [(1, 8), (2, 7), (3, 6.5)]
 
 
-def test_an_abandoned_attempts_samples_are_not_the_runs(tmp_path: Path):
+def test_an_abandoned_attempts_samples_are_not_the_runs(tmp_path):
     lost = [{"step": step, "prompt": "once", "text": f" lost {step}"} for step in (5, 10, 15, 20)]
     size = sum(len(json.dumps(row)) + 1 for row in lost)
     kept = [{"step": 12, "prompt": "once", "text": " kept 12"}]
@@ -57,7 +53,7 @@ def test_an_abandoned_attempts_samples_are_not_the_runs(tmp_path: Path):
         assert steps == ([5, 10, 12] if sizes else [5, 10, 15, 20, 12])
 
 
-def test_tokens_after_the_last_logged_row_continue_its_slope(tmp_path: Path):
+def test_tokens_after_the_last_logged_row_continue_its_slope(tmp_path):
     rows = [training_row(10), {"step": 10, "eval/loss": 3.0}, {"step": 15, "eval/loss": 2.5}]
     page = report(make_run(tmp_path / "run", rows, config={"training": {"max_steps": 15}}, step=15))
     assert page.data["runs"][0]["evaluation"]["tokens"] == [10_000, 15_000]
@@ -67,7 +63,7 @@ def test_tokens_after_the_last_logged_row_continue_its_slope(tmp_path: Path):
     assert "Tokens 15k " in report(make_run(tmp_path / "odd", [training_row(15)], step=10**400)).text
 
 
-def test_curves_are_the_rows_of_metrics(tmp_path: Path):
+def test_curves_are_the_rows_of_metrics(tmp_path):
     rows = [training_row(step, layers=4, experts=8) for step in range(1, 101)]
     rows[49] |= {"eval/loss": 3.25, "eval/bits_per_byte": 1.5}
     page = report(make_run(tmp_path / "run", rows))
@@ -88,7 +84,7 @@ def test_curves_are_the_rows_of_metrics(tmp_path: Path):
     assert "5M (2M active)" in page.text
 
 
-def test_a_dense_run_shows_nothing_about_experts(tmp_path: Path):
+def test_a_dense_run_shows_nothing_about_experts(tmp_path):
     page = report(make_run(tmp_path / "run", [training_row(step) for step in range(1, 11)]))
     assert "experts" not in page.sections
     assert "xpert" not in page.text
@@ -96,7 +92,7 @@ def test_a_dense_run_shows_nothing_about_experts(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("layers", "experts", "rows"), [(4, 8, 30), (48, 128, 60), (1, 2, 1)])
-def test_expert_maps_hold_the_loads_and_stay_small(layers: int, experts: int, rows: int):
+def test_expert_maps_hold_the_loads_and_stay_small(layers, experts, rows):
     table = [training_row(step, layers=layers, experts=experts) for step in range(1, rows + 1)]
     for row in table:
         row["moe/load"] = expert_loads(row["moe/load"])
@@ -115,7 +111,7 @@ def test_expert_maps_hold_the_loads_and_stay_small(layers: int, experts: int, ro
     assert maps["layers"] == list(range(layers))
 
 
-def test_text_of_the_run_is_never_markup(tmp_path: Path):
+def test_text_of_the_run_is_never_markup(tmp_path):
     rows = [
         training_row(step, layers=2, experts=4, **{f"train/source/{NASTY}/loss": 1.0}) for step in (1, 2, 3)
     ]
@@ -141,7 +137,7 @@ def test_text_of_the_run_is_never_markup(tmp_path: Path):
     assert not {"<", ">", "&"} & set(page.raw_data), "nothing that could end the script's element"
 
 
-def test_a_skipped_step_and_a_restart_are_marked(tmp_path: Path):
+def test_a_skipped_step_and_a_restart_are_marked(tmp_path):
     rows = [training_row(step) for step in range(1, 11)]
     rows[5] |= {"train/skipped": "overflow", "train/loss": None, "train/grad_norm": None}
     attempts = [attempt_row(0, 0), attempt_row(7, 1000, "accelerate", world_size=4)]
@@ -158,7 +154,7 @@ def test_a_skipped_step_and_a_restart_are_marked(tmp_path: Path):
     assert "accelerate" in page.text
 
 
-def test_time_leaves_out_pauses_and_lost_work(tmp_path: Path):
+def test_time_leaves_out_pauses_and_lost_work(tmp_path):
     """Ten steps of a second each in 4 attempts' time: 5 s of work, a pause, steps 4 and 5 done again."""
     first = [training_row(step) for step in range(1, 6)]
     second = [training_row(step, time=START + 1000 + step - 3) for step in range(4, 11)]
@@ -172,7 +168,7 @@ def test_time_leaves_out_pauses_and_lost_work(tmp_path: Path):
     )
 
 
-def test_a_clock_that_was_set_is_no_training_time(tmp_path: Path):
+def test_a_clock_that_was_set_is_no_training_time(tmp_path):
     """A machine without a battery may begin in 1970, and another one's clock may be behind."""
     seconds = (1.0, 2.0, 1e9, 5.0)
     rows = [
@@ -182,7 +178,7 @@ def test_a_clock_that_was_set_is_no_training_time(tmp_path: Path):
     assert training_seconds(read_run(make_run(tmp_path / "run", rows))) == pytest.approx(4.0)
 
 
-def test_many_rows_become_few_points_that_keep_spikes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_many_rows_become_few_points_that_keep_spikes(tmp_path, monkeypatch):
     monkeypatch.setattr(report_charts, "POINTS", 50)
     rows = [training_row(step) for step in range(1, 1001)]
     rows[500]["train/grad_norm"] = 99.0
@@ -197,7 +193,7 @@ def test_many_rows_become_few_points_that_keep_spikes(tmp_path: Path, monkeypatc
     assert page.data["runs"][0]["evaluation"]["step"] == [1000]
 
 
-def test_several_runs_show_the_settings_that_differ(tmp_path: Path):
+def test_several_runs_show_the_settings_that_differ(tmp_path):
     rows = [training_row(step) for step in (1, 2)]
     left = make_run(
         tmp_path / "left", rows, config={"optimizer": {"learning_rate": 0.001, "weight_decay": 0.1}}
@@ -216,7 +212,7 @@ def test_several_runs_show_the_settings_that_differ(tmp_path: Path):
     assert "The runs have the same settings." in same.text
 
 
-def test_one_run_shows_the_settings_that_differ_from_the_defaults(tmp_path: Path):
+def test_one_run_shows_the_settings_that_differ_from_the_defaults(tmp_path):
     tree = to_dict(Config())
     tree["training"]["max_steps"] = 77
     page = report(make_run(tmp_path / "run", [training_row(1)], config=tree))
@@ -224,7 +220,7 @@ def test_one_run_shows_the_settings_that_differ_from_the_defaults(tmp_path: Path
     assert "optimizer.learning_rate" not in page.text
 
 
-def test_sources_have_curves_of_their_own(tmp_path: Path):
+def test_sources_have_curves_of_their_own(tmp_path):
     rows = [
         training_row(step, train__source__code__loss=2.0, train__source__prose__loss=3.0) for step in (1, 2)
     ]
@@ -236,7 +232,7 @@ def test_sources_have_curves_of_their_own(tmp_path: Path):
     assert "source-tokens" not in charts
 
 
-def test_a_prediction_is_drawn_beside_the_evaluation_loss(tmp_path: Path):
+def test_a_prediction_is_drawn_beside_the_evaluation_loss(tmp_path):
     rows = [training_row(step) for step in (1, 2, 3)]
     rows[0] |= {"eval/loss": 4.0}
     rows[2] |= {"eval/loss": 3.0, "eval/predicted_loss": 2.5, "eval/predicted_low": 2.25}
@@ -253,7 +249,7 @@ def test_a_prediction_is_drawn_beside_the_evaluation_loss(tmp_path: Path):
     }  # fmt: skip
 
 
-def test_samples_are_shown_newest_first_and_thinned(tmp_path: Path):
+def test_samples_are_shown_newest_first_and_thinned(tmp_path):
     samples = [{"step": step, "prompt": "once", "text": f" upon {step}"} for step in range(0, 1000, 10)]
     page = report(make_run(tmp_path / "run", [training_row(1)], samples=samples))
     shown = [int(step.replace(",", "")) for step in re.findall(r"Step ([\d,]+) once", page.text)]
@@ -262,7 +258,7 @@ def test_samples_are_shown_newest_first_and_thinned(tmp_path: Path):
     assert len(shown) == 12
 
 
-def test_every_file_may_be_missing_or_torn(tmp_path: Path):
+def test_every_file_may_be_missing_or_torn(tmp_path):
     """A page can be written about any state that a killed or running process has left."""
     whole = make_run(tmp_path / "whole", [training_row(step, layers=2, experts=4) for step in (1, 2, 3)])
     for name in ("config.yaml", "status.json", "attempts.jsonl", "metrics.jsonl"):
@@ -279,28 +275,20 @@ def test_every_file_may_be_missing_or_torn(tmp_path: Path):
     assert "no metrics yet" in report(whole).text
 
 
-def test_rows_of_nulls_and_wrong_types_are_left_out(tmp_path: Path):
+def test_what_is_no_number_for_a_chart_is_left_out(tmp_path):
+    """JSON has integers of any length, and Python reads its Infinity."""
     rows = [
         dict.fromkeys(training_row(1, layers=2, experts=4)) | {"step": 1},
         {"step": 2, "train/loss": "high", "moe/load": [[1], [1, 2]], "time": "noon", "train/tokens": True},
-        {"step": 3, "train/loss": 1.0, "moe/load": [[None, 1.0]], "moe/layer_x/load_max": 1},
+        {"step": 3, "train/loss": 10**400, "train/grad_norm": 2.0, "moe/load": [[1e308, 0.5]]},
+        {"step": 4, "train/loss": 1.0, "moe/load": [[None, 1.0]], "moe/layer_x/load_max": 1},
     ]
     page = report(make_run(tmp_path / "run", rows, attempts=[{"step": None}, {"step": 1, "versions": 3}]))
-    assert page.data["runs"][0]["train"]["train/loss"] == [None, None, 1.0]
+    assert page.data["runs"][0]["train"]["train/loss"] == [None, None, None, 1.0]
     assert page.data["experts"][0]["last"] == [[0, 200]]
 
 
-def test_numbers_too_large_for_a_chart_are_left_out(tmp_path: Path):
-    """JSON has integers of any length, and Python reads its Infinity."""
-    row = {"step": 1, "train/loss": 10**400, "train/grad_norm": 2.0, "moe/load": [[1e308, 0.5]]}
-    run = make_run(tmp_path / "run", [])
-    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    page = report(run)
-    assert "train/loss" not in page.data["runs"][0]["train"]
-    assert page.data["experts"][0]["last"] == [[0, 200]]
-
-
-def test_the_page_loads_nothing(tmp_path: Path):
+def test_the_page_loads_nothing(tmp_path):
     page = report(make_run(tmp_path / "run", [training_row(1, layers=2, experts=4)]))
     (policy,) = [attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes]
     assert policy is not None
@@ -312,69 +300,3 @@ def test_the_page_loads_nothing(tmp_path: Path):
         if name in ("src", "href", "srcset", "action", "data")
     ]
     assert [value for value in addresses if value and not value.startswith(("#", "data:"))] == []
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
-    for name, found in (("missing", "nothing there"), ("empty", "none of these"), ("file", "a file")):
-        with pytest.raises(ConfigError, match=f"{name}: expected a run's folder.*{found}"):
-            write_report([tmp_path / name], tmp_path / "report.html")
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_a_damaged_line_is_named(tmp_path: Path):
-    run = make_run(tmp_path / "run", [training_row(1), training_row(2)])
-    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "tr\n{"step": 3}\n')
-    with pytest.raises(CheckpointError, match=r"metrics.jsonl:2: expected a JSON object"):
-        write_report([run], tmp_path / "report.html")
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_an_output_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path):
-    run = make_run(tmp_path / "run", [training_row(1)])
-    with pytest.raises(OutputError, match="found a folder"):
-        write_report([run], tmp_path)
-    with pytest.raises(OutputError, match="cannot be written"):
-        write_report([run], run / "status.json" / "report.html")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-
-
-def without_escaping(monkeypatch: pytest.MonkeyPatch) -> None:
-    init = jinja2.Environment.__init__
-    monkeypatch.setattr(
-        jinja2.Environment, "__init__", lambda self, **options: init(self, **options | {"autoescape": False})
-    )
-
-
-def with_plain_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_module, "_script_json", json.dumps)
-
-
-def with_time_of_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    def clock(run: RunRecord) -> tuple[list[float], list[float]]:
-        return [row["step"] for row in run.rows], [(row["time"] - START) / 3600 for row in run.rows]
-
-    monkeypatch.setattr(report_charts, "_clock", clock)
-
-
-def with_means_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_charts, "_SHOWN_BY_MAXIMUM", set())
-
-
-@pytest.mark.parametrize(
-    ("mistake", "test"),
-    [
-        (without_escaping, test_text_of_the_run_is_never_markup),
-        (with_plain_json, test_text_of_the_run_is_never_markup),
-        (with_time_of_pauses, test_time_leaves_out_pauses_and_lost_work),
-        (with_means_only, test_many_rows_become_few_points_that_keep_spikes),
-    ],
-)
-def test_these_mistakes_are_detected(
-    mistake: Any, test: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    mistake(monkeypatch)
-    more = (monkeypatch,) if "monkeypatch" in test.__code__.co_varnames else ()
-    with pytest.raises((AssertionError, StopIteration)):
-        test(tmp_path, *more)

@@ -24,7 +24,6 @@ def config(**more: Any) -> Config:
 
 
 def scalars(run: Path) -> dict[str, dict[int, float]]:
-    """Values by key and step, as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
@@ -53,7 +52,7 @@ def track(run: Path, rows: list[dict[str, Any]], first_step: int, **options: Any
     tracked.close(0)
 
 
-def test_event_files_hold_every_number_of_metrics(tmp_path: Path):
+def test_event_files_hold_every_number_of_metrics(tmp_path):
     rows = [training_row(step, layers=2, experts=4) for step in range(1, 21)]
     rows[4] |= {"train/loss": None, "train/skipped": "overflow", "train/grad_norm": float("inf")}
     rows[9] |= {"eval/loss": 3.0, "data/batch_sha256": "00"}
@@ -65,7 +64,7 @@ def test_event_files_hold_every_number_of_metrics(tmp_path: Path):
     assert {"moe/load", "step", "time", "train/skipped", "data/batch_sha256"}.isdisjoint(found)
 
 
-def test_wandb_gets_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_gets_the_same_keys(tmp_path, monkeypatch):
     sent: list[dict[str, float]] = []
     tracked = Trackers(config(), tmp_path, None, True)
     worker: Any = type("Worker", (), {"put": lambda self, row: sent.append(row), "close": lambda *_: None})()
@@ -79,7 +78,7 @@ def test_wandb_gets_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }
 
 
-def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path):
+def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
     """An attempt died after step 9; the next resumes from the checkpoint of step 5 with other losses."""
     track(tmp_path, [{"step": step, "train/loss": float(step)} for step in range(10)], 0)
     again = [{"step": step, "train/loss": 100.0 + step} for step in range(6, 9)]
@@ -88,52 +87,30 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path):
     assert found == {step: float(step) if step < 6 else 100.0 + step for step in range(9)}
 
 
-def test_without_purge_step_old_values_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_writer_that_fails_gives_one_warning(tmp_path, monkeypatch):
+    """At once, where a file is in the folder's way, or later; rows go on."""
     from torch.utils.tensorboard import SummaryWriter
 
-    init = SummaryWriter.__init__
-
-    def without_purge(self, folder: str, *, purge_step: int, **options: Any) -> None:
-        init(self, folder, **options)
-
-    monkeypatch.setattr(SummaryWriter, "__init__", without_purge)
-    with pytest.raises(AssertionError):
-        test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_gives_one_warning(tmp_path: Path):
-    (tmp_path / "tensorboard").write_text("in the way")
-    warnings: list[str] = []
-    track(tmp_path, [training_row(1), training_row(2)], 0, warn=warnings.append)
-    assert len(warnings) == 1
-    assert warnings[0].startswith("TensorBoard is left out from here on: ")
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
-
-
-def test_a_writer_that_fails_later_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    warnings: list[str] = []
-    tracked = Trackers(config(), tmp_path, None, True, warn=warnings.append)
-
-    def add_scalar(self, *arguments, **options):
+    def add_scalar(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
-    from torch.utils.tensorboard import SummaryWriter
-
     monkeypatch.setattr(SummaryWriter, "add_scalar", add_scalar)
-    for step in (1, 2, 3):
-        tracked.log(training_row(step))
-    tracked.close(0)
-    assert len(warnings) == 1
-    assert "no space left" in warnings[0]
+    for name, said in (("early", "TensorBoard is left out from here on: "), ("late", "no space left")):
+        warnings: list[str] = []
+        (tmp_path / name).mkdir()
+        if name == "early":
+            (tmp_path / name / "tensorboard").write_text("in the way")
+        track(tmp_path / name, [training_row(1), training_row(2)], 0, warn=warnings.append)
+        (warning,) = warnings
+        assert said in warning
+        assert len(read_metrics(tmp_path / name / "metrics.jsonl")) == 2
 
 
-def test_without_the_package_the_configuration_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_without_the_package_the_configuration_is_refused(monkeypatch):
     from llm_pretrain.config import tree
 
     monkeypatch.setattr(
-        tree,
-        "find_spec",
-        lambda name: None if name == "tensorboard" else importlib.util.find_spec(name),
+        tree, "find_spec", lambda name: None if name == "tensorboard" else importlib.util.find_spec(name)
     )
     problems = [line for line in validate(config(), needs_data=False) if line.startswith("logging.")]
     assert len(problems) == 1
@@ -141,7 +118,7 @@ def test_without_the_package_the_configuration_is_refused(monkeypatch: pytest.Mo
     assert not [line for line in validate(config(tensorboard=False), needs_data=False) if "logging" in line]
 
 
-def test_only_the_enabled_process_writes(tmp_path: Path):
+def test_only_the_enabled_process_writes(tmp_path):
     tracked = Trackers(config(), tmp_path, None, False)
     tracked.log(training_row(1))
     tracked.close(0)

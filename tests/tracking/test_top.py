@@ -22,7 +22,6 @@ def terminal(width: int = 80, *, live: bool = False) -> Console:
 
 
 def frame_of(*paths: Path, width: int = 80) -> str:
-    """The table of the runs."""
     console = terminal(width)
     watch_runs(list(paths), once=True, console=console)
     return output(console)
@@ -38,13 +37,7 @@ def append(run: Path, *rows: dict[str, Any]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-@pytest.mark.parametrize("width", [1, 5, 12, 17, 20])
-def test_a_frame_fits_the_narrowest_terminal(width: int, tmp_path: Path):
-    rows = [training_row(step, layers=2, experts=4) for step in (1, 2)]
-    assert "loss" in frame_of(make_run(tmp_path / "run", rows), width=width)
-
-
-def test_the_table_has_the_newest_figures_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_table_has_the_newest_figures_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(top.time, "time", lambda: START + 50)
     rows = [training_row(step) for step in range(1, 41)]
     rows += [training_row(step, perf__tokens_per_second=2500.0) for step in (38, 39, 40)]
@@ -56,16 +49,19 @@ def test_the_table_has_the_newest_figures_of_a_run(tmp_path: Path, monkeypatch: 
     assert line.split() == expected.split()
 
 
-@pytest.mark.parametrize("width", [30, 80, 200])
-def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int):
+@pytest.mark.parametrize("width", [1, 5, 12, 17, 20, 30, 80, 200])
+def test_a_frame_fits_any_terminal(tmp_path, width):
     rows = [training_row(step, layers=48, experts=128) for step in (1, 2)]
     run = make_run(tmp_path / ("long" * 30), rows, checkpoint="c" * 200, state="failed", reason="r" * 300)
-    lines = frame_of(run, run, width=width).splitlines()
-    assert max(map(len, lines)) <= width
-    assert len(lines) == 5, "a line for each run, and its reason"
+    frame = frame_of(run, run, width=width)
+    assert "loss" in frame
+    if width >= 30:
+        lines = frame.splitlines()
+        assert max(map(len, lines)) <= width
+        assert len(lines) == 5, "a line for each run, and its reason"
 
 
-def test_what_was_found_wrong_stands_below_the_table(tmp_path: Path):
+def test_what_was_found_wrong_stands_below_the_table(tmp_path):
     fault = {"step": 7, "ranks": [1], "found": "another loss"}
     rows = [training_row(step) for step in (1, 2)]
     run = make_run(tmp_path / "run", rows, state="diverged", reason="20 steps were skipped", faults=[fault])
@@ -75,7 +71,7 @@ def test_what_was_found_wrong_stands_below_the_table(tmp_path: Path):
     ]
 
 
-def test_text_of_the_run_moves_no_cursor_and_is_no_markup(tmp_path: Path):
+def test_text_of_the_run_moves_no_cursor_and_is_no_markup(tmp_path):
     nasty = "\x1b[2J[bold red]name[/nothing]\r\n\x07"
     rows = [training_row(1)]
     config = {"run": {"name": nasty}}
@@ -88,7 +84,7 @@ def test_text_of_the_run_moves_no_cursor_and_is_no_markup(tmp_path: Path):
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", frame)
 
 
-def test_runs_of_a_folder_have_a_line_each(tmp_path: Path):
+def test_runs_of_a_folder_have_a_line_each(tmp_path):
     for name in ("first", "second"):
         make_run(tmp_path / name, [training_row(step) for step in (1, 2)], step=2)
     (tmp_path / "notes").mkdir()
@@ -99,11 +95,10 @@ def test_runs_of_a_folder_have_a_line_each(tmp_path: Path):
     ]
 
 
-def test_it_follows_a_run_from_before_its_start_to_its_end(tmp_path: Path):
+def test_it_follows_a_run_from_before_its_start_to_its_end(tmp_path):
     run, seen, console = tmp_path / "run", [], terminal(live=True)
 
     def change_run(_: float) -> None:
-        """What happens to the run between two frames."""
         seen.append(len(seen))
         if len(seen) == 1:
             run.mkdir()
@@ -133,41 +128,28 @@ def test_it_follows_a_run_from_before_its_start_to_its_end(tmp_path: Path):
     assert text.rindex("finished") > text.rindex("running")
 
 
-def test_an_interrupt_leaves_the_last_frame(tmp_path: Path):
+@pytest.mark.parametrize(("live", "error"), [(True, KeyboardInterrupt), (False, AssertionError)])
+def test_an_interrupt_leaves_the_last_frame_and_without_a_terminal_there_is_one(live, error, tmp_path):
     run = make_run(tmp_path / "run", [training_row(1)], state="running")
-    console = terminal(live=True)
 
-    def interrupt(_: float) -> None:
-        raise KeyboardInterrupt
+    def wait(_: float) -> None:
+        raise error
 
-    watch_runs([run], console=console, sleep=interrupt)
+    console = terminal(live=live)
+    watch_runs([run], console=console, sleep=wait)
     assert "running" in output(console)
 
 
-def test_without_a_terminal_one_frame_is_shown(tmp_path: Path):
-    run = make_run(tmp_path / "run", [training_row(1)], state="running")
-
-    def never(_: float) -> None:
-        raise AssertionError
-
-    console = terminal()
-    watch_runs([run], console=console, sleep=never)
-    assert "running" in output(console)
-
-
-def test_a_path_that_is_no_run_is_refused(tmp_path: Path):
+def test_a_path_that_is_no_run_is_not_waited_for(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").touch()
     (tmp_path / "file").touch()
-    for name in ("folder", "file", "missing", "missing/run"):
-        with pytest.raises(ConfigError, match=f"{name}: expected a run's folder"):
-            frame_of(tmp_path / name)
     for name in ("folder", "file", "missing/run"):
-        with pytest.raises(ConfigError, match="expected a run's folder"):
+        with pytest.raises(ConfigError, match=f"{name}: expected a run's folder"):
             watch_runs([tmp_path / name], console=terminal(live=True))
 
 
-def test_only_the_end_of_a_large_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_the_end_of_a_large_file_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(top, "TAIL_BYTES", 3000)
     run = make_run(tmp_path / "run", [training_row(1, **{"train/loss": 9.0})])
     append(run, *({"step": step, "time": START} for step in range(2, 501)))
@@ -175,7 +157,7 @@ def test_only_the_end_of_a_large_file_is_read(tmp_path: Path, monkeypatch: pytes
     assert line.split()[2:5] == ["500/100", "-", "-"]
 
 
-def test_damaged_files_are_reported_and_left_out(tmp_path: Path):
+def test_damaged_files_are_reported_and_left_out(tmp_path):
     run = make_run(tmp_path / "run", [training_row(1)])
     for name in ("config.yaml", "status.json", "attempts.jsonl"):
         (run / name).write_text("\0{[\n")
