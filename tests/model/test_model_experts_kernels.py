@@ -279,8 +279,14 @@ def compiles(test):
 
 
 @compiles
-@pytest.mark.parametrize("hidden_act", ACTIVATIONS)
-@pytest.mark.parametrize("kernel", ["streamed", "grouped"])
+@pytest.mark.parametrize(
+    ("kernel", "hidden_act"),
+    [
+        pytest.param(kernel, name, marks=[] if name == "relu2" else pytest.mark.slow, id=f"{kernel}-{name}")
+        for kernel in ("streamed", "grouped")
+        for name in ACTIVATIONS
+    ],
+)
 def test_a_compiled_layer_of_experts_gives_the_same_numbers(kernel, hidden_act, monkeypatch):
     monkeypatch.setattr(kernels, "grouped_requirement", lambda *_: None)
     torch._dynamo.reset()

@@ -7,12 +7,14 @@ from typing import Any
 
 from llm_pretrain.model import self_check
 from llm_pretrain.model.kernels import choice as kernels
+from llm_pretrain.model.kernels import layers
 from llm_pretrain.training import kernel_choice
 
 PLACES: dict[str, tuple[Any, str]] = {
     "streamed": (kernels, "streamed_experts"),
     "fused loss": (kernels, "fused_linear_cross_entropy"),
     "compile": (self_check, "compile_layer"),
+    "norm": (layers, "_rms_norm_gradients"),
 }
 """What a check computes with."""
 

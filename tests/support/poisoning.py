@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from support.corpora import make_config, make_tokenizer, write_jsonl
+from support.launching import run_options
 
 from llm_pretrain.data.loader import train_samples
 from llm_pretrain.data.preparation import Preparation, prepare_store
@@ -21,6 +22,20 @@ DATA_OPTIONS = (
     *("--data.packing", "pad", "--training.sequence_length", str(SEQUENCE_LENGTH)),
     *("--training.global_batch_size", str(GLOBAL_BATCH_SIZE), "--training.max_steps", str(STEPS)),
 )
+
+
+def spike_options(store: Path, folder: Path, action: str, *more: str) -> list[str]:
+    """Of a run over `poisoned_store` that notices the garbage, with a save of every fourth step."""
+    return run_options(
+        "tiny-moe",
+        store,
+        "training.micro_batch_size=8 model.router_bias_update_rate=1e-3 model.hidden_dropout=0.1 "
+        "optimizer.learning_rate=3e-2 schedule.name=constant checkpoint.save_steps=4 "
+        f"evaluation.eval_steps=0 logging.parameters_sha256=true training.spike_action={action}",
+        *DATA_OPTIONS,
+        *more,
+        folder=folder,
+    )
 
 
 def poisoned_store(folder: Path, steps: Collection[int] = POISONED) -> Path:

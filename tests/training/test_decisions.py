@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,24 +92,6 @@ def test_rows_parameters_and_checkpoints_are_the_same(
         found = Finished(train(*options(plain_store, tmp_path / "run")), "", tmp_path / "run")
     check_same(found, read)
     assert found.raw_steps() == read.raw_steps(), "in the same order"
-
-
-def test_a_run_that_is_stopped_between_rows_continues_the_same(
-    read: Finished, plain_store: Path, tmp_path: Path
-):
-    steps = train_pretrain.TorchrunEngine.train_step
-
-    def train_step(self, taken):
-        if taken.micro_batches[0].step == 12:  # the step is lost, and neither logged nor saved otherwise
-            os.kill(os.getpid(), signal.SIGTERM)
-        steps(self, taken)
-
-    with spoilt(), deferred():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train_pretrain.TorchrunEngine, "train_step", train_step)
-            assert train(*options(plain_store, tmp_path / "run")) == 75
-        found = Finished(train(*options(plain_store, tmp_path / "run")), "", tmp_path / "run")
-    check_same(found, read)
 
 
 def test_divergence_is_noticed_at_the_same_step(

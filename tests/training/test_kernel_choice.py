@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 from support import failing_kernels
-from support.launching import launch, run_options
+from support.launching import Finished, launch, run_options, train
 
 from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model.self_check import KernelCheck, Part, check_kernels
+from llm_pretrain.model.kernels.loss import fused_linear_cross_entropy
+from llm_pretrain.model.self_check import KernelCheck, Part
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.training import kernel_choice
 from llm_pretrain.training.kernel_choice import KernelChoice, choose_kernels
 
 Patch = pytest.MonkeyPatch
+Capture = pytest.CaptureFixture[str]
 MODEL = {
     "vocab_size": 2048,
     "hidden_size": 64,
@@ -30,7 +32,10 @@ MODEL = {
     "moe_intermediate_size": 32,
 }
 RAISED = "raised RuntimeError: no kernel image is available for execution on the device on cpu"
-H100 = "NVIDIA H100 80GB HBM3 (9.0)"
+LOSS = "training.loss_implementation"
+LARGE = "model.vocab_size=1024"
+"""For which `auto` takes the fused loss."""
+COMPARED = "kernels compared with their definitions in "
 
 
 def settings(compile: str = "off", **training: Any) -> Config:
@@ -65,85 +70,115 @@ def fail(monkeypatch: Patch, *names: str) -> None:
         monkeypatch.setattr(*failing_kernels.PLACES[name], failing_kernels.failing(name))
 
 
-def test_nothing_is_checked_on_a_cpu(monkeypatch: Patch, tmp_path: Path):
+def run(store: Path, folder: Path, settings: str = "", steps: int = 1) -> int:
+    quick = f"training.max_steps={steps} schedule.warmup_steps=0 evaluation.eval_steps=0 model.hidden_size=64"
+    return train(*run_options("tiny-moe", store, f"{quick} {LARGE} {settings}", folder=folder))
+
+
+def kernels_of(folder: Path) -> list[dict[str, Any]]:
+    """What each attempt recorded of its kernels."""
+    return [row.get("kernels") for row in Finished(0, "", folder).attempts]
+
+
+def test_nothing_is_checked_on_a_cpu(monkeypatch: Patch, plain_store: Path, tmp_path: Path, capsys: Capture):
     monkeypatch.setattr(kernel_choice, "CHECKED_DEVICES", {"cuda"})
-    monkeypatch.setattr(kernel_choice, "check_kernels", None)
-    config, engine = settings(), Engine()
-    alone: Any = engine
-    alone.gather_objects = None
-    assert choose_kernels(config, alone, RunFolder(tmp_path)) == (config, None)
-
-
-def test_sound_kernels_stay(tmp_path: Path):
-    config = settings()
-    chosen, choice = choose(config, tmp_path)
-    assert chosen == config
-    assert (choice.replaced, choice.notes) == ({}, [])
-    assert choice.seconds > 0
-
-
-def test_what_fails_is_replaced_and_checked_again(monkeypatch: Patch, tmp_path: Path):
-    fail(monkeypatch, "fused loss")
-    checked: list[Any] = []
-
-    def noted(*arguments: Any) -> list[KernelCheck]:
-        checked.append(list(arguments[-1]))
-        return check_kernels(*arguments)
-
-    monkeypatch.setattr(kernel_choice, "check_kernels", noted)
-    chosen, choice = choose(settings(), tmp_path)
-    assert chosen.training.loss_implementation == "full"
-    assert chosen.training.experts_implementation == "auto"
-    assert choice.notes == [f"loss fused {RAISED}; full takes its place"]
-    assert checked[1:] == [["loss"]]
+    assert run(plain_store, tmp_path / "run") == 0
+    assert COMPARED not in capsys.readouterr().out
+    assert kernels_of(tmp_path / "run") == [None]
 
 
 @pytest.mark.parametrize(
-    ("part", "setting", "found"),
-    [("loss", "training.loss_implementation", "fused"), ("norm", "norm", "fused alone")],
+    ("fails", "replaced", "notes"),
+    [
+        ((), {}, []),
+        (("fused loss",), {LOSS: "full"}, [f"loss fused {RAISED}; full takes its place"]),
+    ],
+    ids=["sound", "the loss fails"],
 )
-def test_a_kernel_that_was_named_or_has_no_other_is_refused(
-    part: Part, setting: str, found: str, monkeypatch: Patch, tmp_path: Path
+def test_what_fails_is_replaced_and_the_choice_holds(
+    fails: tuple[str, ...],
+    replaced: dict[str, str],
+    notes: list[str],
+    monkeypatch: Patch,
+    plain_store: Path,
+    tmp_path: Path,
+    capsys: Capture,
 ):
-    def wrong(*arguments: Any) -> list[KernelCheck]:
-        checks = check_kernels(*arguments)
-        return [replace(check, forward_error=1.0) if check.part == part else check for check in checks]
+    """The second attempt has sound kernels, and neither compares them nor goes back to them."""
+    with monkeypatch.context() as patch:
+        fail(patch, *fails)
+        assert run(plain_store, tmp_path / "run") == 0
+    assert capsys.readouterr().out.count(COMPARED) == 1
+    assert run(plain_store, tmp_path / "run", steps=2) == 0
+    assert COMPARED not in capsys.readouterr().out
+    for kernels in kernels_of(tmp_path / "run"):
+        assert (kernels["replaced"], kernels["notes"]) == (replaced, notes)
+    chosen = "full" if replaced else "auto"
+    assert f"loss_implementation: {chosen}" in (tmp_path / "run" / "config.yaml").read_text()
 
-    monkeypatch.setattr(kernel_choice, "check_kernels", wrong)
-    with pytest.raises(ConfigError) as error:
+
+EXPECTED = "expected a kernel that computes what its definition does, found"
+NO_EXPERTS = f"experts_implementation: {EXPECTED} none: experts streamed {RAISED}"
+
+
+@pytest.mark.parametrize(
+    ("fails", "settings", "lines"),
+    [
+        (("fused loss",), f"{LOSS}=fused", [f"{LOSS}: {EXPECTED} fused, which {RAISED}; set auto"]),
+        (
+            ("norm",),
+            "",
+            [f"norm: {EXPECTED} fused alone, which {RAISED}; another training.precision or torch may "],
+        ),
+        (
+            ("streamed", "fused loss"),
+            f"{LOSS}=fused",
+            [
+                f"training.{NO_EXPERTS}; another training.precision may have one",
+                f"{LOSS}: {EXPECTED} fused, which {RAISED}; set auto",
+            ],
+        ),
+        (("compile",), "training.compile=on", ["training.compile: expected "]),
+    ],
+    ids=["named", "without another", "all at once", "compiling"],
+)
+def test_what_was_named_or_has_no_other_is_refused(
+    fails: tuple[str, ...],
+    settings: str,
+    lines: list[str],
+    monkeypatch: Patch,
+    plain_store: Path,
+    tmp_path: Path,
+    capsys: Capture,
+):
+    fail(monkeypatch, *fails)
+    assert run(plain_store, tmp_path / "run", settings) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == len(lines)
+    for error, line in zip(errors, lines, strict=True):
+        assert error.startswith(f"error: {line}")
+
+
+def test_results_that_differ_are_refused_with_their_bound(monkeypatch: Patch, tmp_path: Path):
+    def wrong(*tensors: Any) -> Any:
+        sums = fused_linear_cross_entropy(*tensors)
+        return sums._replace(loss=2 * sums.loss)
+
+    monkeypatch.setattr(*failing_kernels.PLACES["fused loss"], wrong)
+    with pytest.raises(ConfigError, match=r"which computed results that differ by 1\.0e\+00 \(bound: 3"):
         choose(settings(loss_implementation="fused"), tmp_path)
-    advice = "set auto" if part == "loss" else "another training.precision or torch may have one"
-    assert str(error.value) == (
-        f"{setting}: expected a kernel that computes what its definition does, found {found}, which computed "
-        f"results that differ by 1.0e+00 (bound: 3.1e-05) on cpu; {advice}"
-    )
-
-
-def test_all_kernels_that_fail_are_named_at_once(monkeypatch: Patch, tmp_path: Path):
-    fail(monkeypatch, "streamed", "fused loss")
-    with pytest.raises(ConfigError) as error:
-        choose(settings(loss_implementation="fused"), tmp_path)
-    first, second = error.value.problems
-    assert first == (
-        "training.experts_implementation: expected a kernel that computes what its definition does, found "
-        f"none: experts streamed {RAISED}; another training.precision may have one"
-    )
-    assert second.startswith("training.loss_implementation: ")
 
 
 @pytest.mark.parametrize("missing", [None, "a C compiler (gcc or clang, or CC)"])
 def test_layers_that_do_not_compile_run_uncompiled(missing: str | None, monkeypatch: Patch, tmp_path: Path):
+    """As on a GPU, where `auto` compiles."""
     fail(monkeypatch, "compile")
     monkeypatch.setattr(kernel_choice, "missing_compiler", lambda: missing)
-    monkeypatch.setattr(
-        kernel_choice, "compiles", lambda config, world_size, on_gpu: config.training.compile != "off"
-    )
+    monkeypatch.setattr(kernel_choice, "compiles", lambda config, *_, **__: config.training.compile != "off")
     chosen, choice = choose(settings("auto"), tmp_path)
     assert chosen.training.compile == "off"
     problem = f"raised ConfigError: expected {missing}, found none on cpu" if missing else RAISED
     assert choice.notes == [f"torch.compile {problem}; layers run uncompiled"]
-    with pytest.raises(ConfigError, match=r"^training\.compile: .* found on, which raised "):
-        choose(settings("on"), tmp_path)
 
 
 def test_a_failure_of_one_rank_counts_on_all(tmp_path: Path):
@@ -184,16 +219,6 @@ def attempt(choice: KernelChoice, **changes: Any) -> str:
     return json.dumps(row) + "\n"
 
 
-def test_the_choice_of_an_earlier_attempt_holds(monkeypatch: Patch, tmp_path: Path):
-    fail(monkeypatch, "fused loss")
-    first, choice = choose(settings(), tmp_path)
-    (tmp_path / "attempts.jsonl").write_text('{"step": 0}\n' + attempt(choice))
-    monkeypatch.setattr(kernel_choice, "check_kernels", None)
-    again, same = choose(settings(), tmp_path)
-    assert again == first
-    assert replace(choice, seconds=0.0) == same
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -223,38 +248,22 @@ def test_anything_else_is_checked(changes: Any, monkeypatch: Patch, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("precision", "model", "order"),
+    ("part", "precision", "model", "order"),
     [
-        ("bf16", {}, ["varlen", "flex", "sdpa"]),
-        ("bf16", {"attention_dropout": 0.1}, ["sdpa"]),
-        ("fp32", {}, ["sdpa"]),
+        ("attention", "bf16", {}, ["varlen", "flex", "sdpa"]),
+        ("attention", "bf16", {"attention_dropout": 0.1}, ["sdpa"]),
+        ("attention", "fp32", {}, ["sdpa"]),
+        ("experts", "bf16", {}, ["grouped", "triton", "streamed"]),
+        ("experts", "bf16", {"moe_intermediate_size": 20}, ["triton", "streamed"]),
+        ("experts", "fp32", {}, ["triton", "streamed"]),
     ],
 )
-def test_attention_falls_back_to_what_is_allowed(
-    precision: str, model: Any, order: list[str], monkeypatch: Patch, tmp_path: Path
+def test_a_part_falls_back_to_what_is_allowed(
+    part: Part, precision: str, model: Any, order: list[str], monkeypatch: Patch, tmp_path: Path
 ):
     """On a GPU that is not there: the choice is followed, nothing is computed."""
-    problems = walk(
-        monkeypatch,
-        tmp_path,
-        "attention",
-        from_dict({"model": MODEL | model, "training": {"precision": precision, "compile": "off"}}),
-    )
-    assert [line.split()[1] for line in problems] == order
-
-
-@pytest.mark.parametrize(
-    ("precision", "model", "order"),
-    [
-        ("bf16", {}, ["grouped", "triton", "streamed"]),
-        ("bf16", {"moe_intermediate_size": 20}, ["triton", "streamed"]),
-        ("fp32", {}, ["triton", "streamed"]),
-    ],
-)
-def test_experts_fall_back(precision: str, model: Any, order: list[str], monkeypatch: Patch, tmp_path: Path):
     config = from_dict({"model": MODEL | model, "training": {"precision": precision, "compile": "off"}})
-    problems = walk(monkeypatch, tmp_path, "experts", config)
-    assert [line.split()[1] for line in problems] == order
+    assert [line.split()[1] for line in walk(monkeypatch, tmp_path, part, config)] == order
 
 
 def walk(monkeypatch: Patch, folder: Path, part: Part, config: Config) -> list[str]:
@@ -297,7 +306,7 @@ def test_both_scripts_train_with_what_all_ranks_can_run(launcher: str, plain_sto
     for steps in ("2", "4"):
         done = launch(launcher, 2, folder, [*options, "--training.max_steps", steps], before=before)
         assert done.output.count(line) == 1, done.output[-3000:]
-        assert done.output.count("kernels compared with their definitions in ") == (steps == "2")
+        assert done.output.count(COMPARED) == (steps == "2")
         assert "loss_implementation: full" in (folder / "config.yaml").read_text()
     rows = [json.loads(row) for row in (folder / "attempts.jsonl").read_text().splitlines()]
     assert [row["kernels"]["replaced"] for row in rows] == [{"training.loss_implementation": "full"}] * 2

@@ -6,21 +6,23 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.corpora import make_texts, write_jsonl
+from support.finished_runs import FinishedRun
 from support.launching import Finished, run_options, train
 from torch import Tensor
 
 import train_pretrain
 from llm_pretrain.data.preparation import Preparation, prepare_store
+from llm_pretrain.export.huggingface import load_pretrained
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.training import model_setup
-from llm_pretrain.training.evaluation import Evaluator
 from llm_pretrain.training.step import Step
 
 
@@ -68,25 +70,19 @@ def test_a_run_leaves_its_folder_as_documented(plain_store: Path, tmp_path: Path
         assert attempt["zlib_bits_per_byte"] > 0
 
 
-def test_resuming_in_the_middle_of_a_logging_interval_keeps_the_digest(plain_store: Path, tmp_path: Path):
-    straight, halted = tmp_path / "straight", tmp_path / "halted"
-    interval = ("--logging.logging_steps", "3", "--evaluation.eval_steps", "0", "--schedule.name", "constant")
-    assert train(*options(plain_store, straight, *interval)) == 0
-    assert train(*options(plain_store, halted, *interval, "--training.max_steps", "4")) == 0
-    assert train(*options(plain_store, halted, *interval)) == 0
-    assert Finished(0, "", halted).exact_rows() == Finished(0, "", straight).exact_rows()
-    assert sorted(Finished(0, "", halted).rows) == [3, 6]
+def go_on(run: FinishedRun, *more: str) -> int:
+    return train(*run.options, "--run.output_dir", str(run.folder), *more)
 
 
 def test_a_resumed_run_draws_no_initial_values(
-    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished_run: Callable[[str], FinishedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    assert train(*options(plain_store, tmp_path / "run", "--training.max_steps", "2")) == 0
+    run = finished_run("mixture").copy(tmp_path / "run")
     drawn: list[str] = []
     monkeypatch.setattr(model_setup, "draw_normal", lambda *_, name, **__: drawn.append(name))
-    assert train(*options(plain_store, tmp_path / "run", "--training.max_steps", "4")) == 0
+    assert go_on(run, "--training.max_steps", "5") == 0
     assert not drawn
-    assert Finished(0, "", tmp_path / "run").rows.keys() >= {3, 4}
+    assert 5 in run.rows
 
 
 def test_a_batch_without_loss_tokens_is_skipped_without_a_forward_pass(
@@ -201,32 +197,6 @@ def test_a_signal_before_the_first_step_stops_without_training(
     assert train(*options(plain_store, folder)) == 0
 
 
-@pytest.mark.parametrize("step", [3, 6])
-def test_an_evaluation_cut_short_by_a_signal_is_made_up_for(
-    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-):
-    """Also the last one: a run is not finished without it."""
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert train(*options(plain_store, straight)) == 0
-    evaluate, called = Evaluator.__call__, []
-
-    def interrupted(self: Evaluator, model: Any) -> dict[str, float] | None:
-        called.append(self)
-        if len(called) == 1 + step // 3:  # the first is before the first step
-            os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(self, model)
-
-    monkeypatch.setattr(Evaluator, "__call__", interrupted)
-    assert train(*options(plain_store, stopped)) == 75
-    assert "eval/loss" not in Finished(0, "", stopped).rows[step]
-    monkeypatch.undo()
-    assert train(*options(plain_store, stopped)) == 0
-    run = Finished(0, "", stopped)
-    assert run.exact_rows() == Finished(0, "", straight).exact_rows()
-    assert train(*options(plain_store, stopped)) == 0
-    assert Finished(0, "", stopped).raw_steps() == run.raw_steps(), "a finished run is left as it is"
-
-
 def test_activation_checkpointing_and_workers_change_nothing(plain_store: Path, tmp_path: Path):
     plain, other = tmp_path / "plain", tmp_path / "other"
     dropout = ("--model.hidden_dropout", "0.1", "--model.attention_dropout", "0.1")
@@ -236,49 +206,39 @@ def test_activation_checkpointing_and_workers_change_nothing(plain_store: Path, 
     assert Finished(0, "", other).exact_rows() == Finished(0, "", plain).exact_rows()
 
 
-def test_the_model_is_given_back_unwrapped(plain_store: Path, tmp_path: Path):
-    folder = tmp_path / "run"
-    assert train(*options(plain_store, folder, "--evaluation.eval_steps", "0")) == 0
-    from safetensors.torch import load_file
-
-    from llm_pretrain.export.huggingface import load_pretrained
-
-    tensors = load_file(folder / "weights" / "step-00000006" / "model.safetensors")
+def test_the_model_is_given_back_unwrapped(finished_run: Callable[[str], FinishedRun]):
+    weights = finished_run("mixture").folder / "weights" / "step-00000004"
+    tensors = load_file(weights / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert not any(name.startswith(("module.", "_orig_mod.")) for name in tensors)
-    assert isinstance(load_pretrained(folder / "weights" / "step-00000006"), Decoder)
+    assert isinstance(load_pretrained(weights), Decoder)
 
 
 def test_a_changed_setting_is_reported_and_a_lower_end_is_refused(
-    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished_run: Callable[[str], FinishedRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    folder = tmp_path / "run"
-    short = ("--evaluation.eval_steps", "0", "--training.max_steps", "3")
-    assert train(*options(plain_store, folder, *short)) == 0
-    capsys.readouterr()
-    longer = ("--training.max_steps", "4", "--optimizer.learning_rate", "1e-3")
-    assert train(*options(plain_store, folder, *short, *longer)) == 0
+    run = finished_run("mixture").copy(tmp_path / "run")
+    longer = ("--training.max_steps", "5", "--optimizer.learning_rate", "1e-3")
+    assert go_on(run, *longer) == 0
     said = capsys.readouterr().err
     assert "optimizer.learning_rate: 0.003 -> 0.001" in said
-    assert "training.max_steps: 3 -> 4" in said
-    written = (folder / "config.yaml").read_text()
-    assert train(*options(plain_store, folder, *short)) == 2
-    assert "training.max_steps: expected at least 4" in capsys.readouterr().err
-    assert (folder / "config.yaml").read_text() == written
-    assert train(*options(plain_store, folder, *short, *longer)) == 0
+    assert "training.max_steps: 4 -> 5" in said
+    written = (run.folder / "config.yaml").read_text()
+    assert go_on(run) == 2
+    assert "training.max_steps: expected at least 5" in capsys.readouterr().err
+    assert (run.folder / "config.yaml").read_text() == written
+    assert go_on(run, *longer) == 0
     assert "nothing left to do" in capsys.readouterr().out
 
 
 def test_a_setting_other_than_in_the_run_that_is_continued_is_reported(
-    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished_run: Callable[[str], FinishedRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """A run that starts from another run's checkpoint has no earlier attempt of its own."""
-    quick = ("--evaluation.eval_steps", "0", "--training.max_steps", "2")
-    assert train(*options(plain_store, tmp_path / "first", *quick)) == 0
-    capsys.readouterr()
-    source = ("--checkpoint.resume", str(tmp_path / "first" / "checkpoints" / "step-00000002"))
-    rate = ("--optimizer.learning_rate", "0.0625", "--run.name", "second")
-    assert train(*options(plain_store, tmp_path / "second", *quick, *source, *rate)) == 0
+    run = finished_run("mixture")
+    source = ("--checkpoint.resume", str(run.folder / "checkpoints" / "step-00000004"))
+    second = ("--run.output_dir", str(tmp_path / "second"), "--run.name", "second")
+    assert train(*run.options, *source, *second, "--optimizer.learning_rate", "0.0625") == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "changed since" in line]
     assert [line.partition(": ")[2] for line in said] == [
         "changed since the attempt before: optimizer.learning_rate: 0.003 -> 0.0625"

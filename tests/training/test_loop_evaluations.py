@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.finished_runs import FinishedRun
 from support.launching import Finished, assert_same_tensors, checkpoint_tensors, run_options, train
 
 from llm_pretrain.__main__ import main
@@ -21,7 +19,6 @@ from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.model import generation
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.evaluation import Evaluator, Samples
-from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.saving import CheckpointManager
 
 LOSSES = {0: 1.0, 2: 5.0, 4: 4.0, 6: 3.0, 8: 3.5}
@@ -73,53 +70,31 @@ def best(folder: Path) -> dict:
     return json.loads((folder / "weights" / "best" / "best.json").read_text())
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (folder / "weights" / "best").iterdir()}
-
-
-def check_resumed_best_equals_straight(
-    store: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
-    """Killed between the evaluation of `step` and the next checkpoint, and started again."""
-    straight, killed = folder / "straight", folder / f"killed-{step}"
-    if not straight.exists():
-        assert train(*options(store, straight)) == 0
-    with monkeypatch.context() as patch:
-        kill_after(step, patch)
-        with pytest.raises(KilledError):
-            train(*options(store, killed))
-    assert train(*options(store, killed)) == 0
-    assert files(killed) == files(straight)
-    assert Finished(0, "", killed).exact_rows() == Finished(0, "", straight).exact_rows()
-
-
 def test_the_lowest_loss_after_a_step_is_kept(plain_store: Path, tmp_path: Path, losses: dict[int, float]):
     folder = tmp_path / "run"
     assert train(*options(plain_store, folder, "--checkpoint.keep_last", "9")) == 0
     assert best(folder) == {"step": 6, "eval/loss": 3.0}
-    assert (
-        files(folder)["model.safetensors"]
-        == (folder / "weights" / "step-00000006" / "model.safetensors").read_bytes()
+    best_weights, same = (
+        folder / "weights" / name / "model.safetensors" for name in ("best", "step-00000006")
     )
-    assert "best.json" not in [path.name for path in (folder / "weights" / "step-00000006").iterdir()]
+    assert best_weights.read_bytes() == same.read_bytes()
+    assert not same.with_name("best.json").exists()
 
 
-def test_its_loss_is_that_of_the_row(plain_store: Path, tmp_path: Path):
-    folder = tmp_path / "run"
-    assert train(*options(plain_store, folder)) == 0
-    rows = {step: row for step, row in Finished(0, "", folder).rows.items() if step and "eval/loss" in row}
+def test_its_loss_is_that_of_the_row(finished_run: Callable[[str], FinishedRun]):
+    run = finished_run("dense")
+    rows = {step: row for step, row in run.rows.items() if step and "eval/loss" in row}
     step = min(rows, key=lambda each: rows[each]["eval/loss"])
-    assert best(folder) == {"step": step, "eval/loss": rows[step]["eval/loss"]}
+    assert best(run.folder) == {"step": step, "eval/loss": rows[step]["eval/loss"]}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_loss_that_is_no_number_is_never_the_best(
-    plain_store: Path, tmp_path: Path, losses: dict[int, float], value: float
+    plain_store: Path, tmp_path: Path, losses: dict[int, float]
 ):
-    losses |= {2: value, 4: 4.0, 6: value, 8: 5.0}
+    losses |= {2: float("-inf"), 4: float("nan"), 6: 4.0, 8: float("inf")}
     folder = tmp_path / "run"
     assert train(*options(plain_store, folder)) == 0
-    assert best(folder) == {"step": 4, "eval/loss": 4.0}
+    assert best(folder) == {"step": 6, "eval/loss": 4.0}
 
 
 @pytest.mark.parametrize("more", [("--evaluation.eval_steps", "0"), ("--checkpoint.keep_best", "false")])
@@ -127,49 +102,6 @@ def test_without_evaluation_or_on_request_there_is_none(plain_store: Path, tmp_p
     folder = tmp_path / "run"
     assert train(*options(plain_store, folder, *more)) == 0
     assert sorted(path.name for path in (folder / "weights").iterdir()) == ["step-00000006", "step-00000008"]
-
-
-def test_a_killed_run_ends_with_the_same_best(
-    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]
-):
-    """Killed after step 4 it resumes from 3, after 8 from 6: with a best of a later step, and of its own."""
-    check_resumed_best_equals_straight(plain_store, tmp_path, monkeypatch, 4)
-    check_resumed_best_equals_straight(plain_store, tmp_path, monkeypatch, 8)
-    assert best(tmp_path / "straight")["step"] == 6
-
-
-def test_the_check_above_would_notice_a_best_that_is_forgotten(
-    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]
-):
-    resumed = Progress.resumed
-
-    def forgetful(*arguments: Any, **options: Any) -> Progress:
-        return replace(resumed(*arguments, **options), best=None)
-
-    monkeypatch.setattr(Progress, "resumed", forgetful)
-    with pytest.raises(AssertionError):
-        check_resumed_best_equals_straight(plain_store, tmp_path, monkeypatch, 8)
-
-
-def test_a_signal_during_an_evaluation_leaves_the_same_best(
-    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]
-):
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert train(*options(plain_store, straight)) == 0
-    evaluate, called = Evaluator.__call__, []
-
-    def interrupted(self: Evaluator, model: Any) -> dict | None:
-        called.append(self)
-        if len(called) == 4:  # at step 6
-            os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(self, model)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Evaluator, "__call__", interrupted)
-        assert train(*options(plain_store, stopped)) == 75
-    assert best(stopped)["step"] == 4
-    assert train(*options(plain_store, stopped)) == 0
-    assert files(stopped) == files(straight)
 
 
 def test_a_best_that_is_gone_or_over_other_batches_is_found_anew(

@@ -73,7 +73,7 @@ def options(store: Path, folder: Path, *more: str, name: str = LION) -> list[str
     return [
         *(*tiny_options(store, folder), "--optimizer.name", name, "--schedule.name", "constant"),
         *("--schedule.warmup_steps", "2", "--checkpoint.save_steps", "2", "--evaluation.eval_steps", "2"),
-        *("--evaluation.max_batches", "1", "--logging.logging_steps", "1", "--training.max_steps", "6"),
+        *("--evaluation.max_batches", "1", "--logging.logging_steps", "1", "--training.max_steps", "4"),
         *more,
     ]
 
@@ -85,20 +85,10 @@ def straight(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Fin
     return Finished(0, "", folder)
 
 
-def test_a_resume_is_exact(straight: Finished, plain_store: Path, tmp_path: Path):
-    folder = tmp_path / "run"
-    assert train(*options(plain_store, folder, "--training.max_steps", "4")) == 0
-    assert train(*options(plain_store, folder)) == 0
-    assert Finished(0, "", folder).exact_rows() == straight.exact_rows()
-    tensors = checkpoint_tensors(folder, 6)
-    assert_same_tensors(tensors, checkpoint_tensors(straight.folder, 6))
-    assert {name.rpartition(".")[2] for name in tensors if name.startswith("optimizer.")} == {"exp_avg"}
-
-
 def test_both_launchers_give_the_same_bits(straight: Finished, plain_store: Path, tmp_path: Path):
     accelerated = launch("accelerate", 1, tmp_path / "run", options(plain_store, tmp_path / "run"))
     assert accelerated.exact_rows() == straight.exact_rows()
-    assert_same_tensors(checkpoint_tensors(accelerated.folder, 6), checkpoint_tensors(straight.folder, 6))
+    assert_same_tensors(checkpoint_tensors(accelerated.folder, 4), checkpoint_tensors(straight.folder, 4))
 
 
 def test_changed_options_take_effect_and_another_class_is_refused(
@@ -113,7 +103,7 @@ def test_changed_options_take_effect_and_another_class_is_refused(
     )
     assert train(*options(plain_store, folder, "--optimizer.options", "{betas: [0.5, 0.5]}")) == 0
     assert "optimizer betas was [0.9, 0.99] when the checkpoint was saved" in capsys.readouterr().err
-    assert Finished(0, "", folder).rows[6]["train/loss"] != straight.rows[6]["train/loss"]
+    assert Finished(0, "", folder).rows[4]["train/loss"] != straight.rows[4]["train/loss"]
 
 
 def test_torch_s_adamw_by_its_path_is_ours(plain_store: Path):
@@ -250,6 +240,6 @@ def test_sharded_it_resumes_exactly(plain_store: Path, tmp_path: Path):
     more = ("--distributed.strategy", "fsdp")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     launch("torchrun", 2, whole, options(plain_store, whole, *more))
-    launch("torchrun", 2, stopped, options(plain_store, stopped, *more, "--training.max_steps", "4"))
+    launch("torchrun", 2, stopped, options(plain_store, stopped, *more, "--training.max_steps", "2"))
     launch("torchrun", 2, stopped, options(plain_store, stopped, *more))
-    assert_same_tensors(checkpoint_tensors(stopped, 6), checkpoint_tensors(whole, 6))
+    assert_same_tensors(checkpoint_tensors(stopped, 4), checkpoint_tensors(whole, 4))

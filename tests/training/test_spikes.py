@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.faults import defined, replace_everywhere
-from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, train
+from support.launching import Finished, assert_same_tensors, checkpoint_tensors, train
 from support.once import once
-from support.poisoning import DATA_OPTIONS, POISONED, poisoned_store
+from support.poisoning import POISONED, poisoned_store, spike_options
 
-import train_pretrain
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints import folders
 from llm_pretrain.checkpoints.manifest import RunFacts
@@ -204,64 +197,9 @@ def poison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return once(tmp_path_factory, "poison", poisoned_store)
 
 
-def options(store: Path, folder: Path, action: str, *more: str) -> list[str]:
-    return [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), *DATA_OPTIONS),
-        *("--training.micro_batch_size", "8"),
-        *("--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
-        *("--model.router_bias_update_rate", "1e-3", "--model.hidden_dropout", "0.1"),
-        *(
-            "--optimizer.learning_rate",
-            "3e-2",
-            "--schedule.name",
-            "constant",
-            "--training.spike_action",
-            action,
-        ),
-        *(
-            "--checkpoint.save_steps",
-            "4",
-            "--evaluation.eval_steps",
-            "0",
-            "--logging.parameters_sha256",
-            "true",
-        ),
-        *("--training.precision", "fp32", "--distributed.cpu_threads", "1", *more),
-    ]
-
-
 def run(store: Path, folder: Path, action: str, *more: str) -> Finished:
     """A run in this process, to its end or until it stops."""
-    return Finished(train(*options(store, folder, action, *more)), "", folder)
-
-
-@contextmanager
-def cut(step: int, stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` when step `step`, counted from 1, has been taken and before anything is written of it."""
-    steps = train_pretrain.TorchrunEngine.train_step
-
-    def train_step(self, taken):
-        steps(self, taken)
-        if taken.micro_batches[0].step + 1 == step:
-            stop()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_pretrain.TorchrunEngine, "train_step", train_step)
-        yield
-
-
-def die() -> None:
-    raise RuntimeError("died")
-
-
-def interrupted(store: Path, folder: Path, action: str, *more: str) -> Finished:
-    """The same run: asked to stop before the spike and after a periodic save, then dying in and after it."""
-    with cut(FIRST - 1, lambda: os.kill(os.getpid(), signal.SIGTERM)):
-        assert run(store, folder, action, *more).exit_code == 75
-    for step in (FIRST, FIRST + 2):
-        with cut(step, die), pytest.raises(RuntimeError, match="died"):
-            run(store, folder, action, *more)
-    return run(store, folder, action, *more)
+    return Finished(train(*spike_options(store, folder, action, *more)), "", folder)
 
 
 def digests(run: Finished) -> dict[int, str]:
@@ -273,14 +211,6 @@ def whole(poison: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, F
     """A run with each action that nobody stopped."""
     base = tmp_path_factory.mktemp("whole")
     return {action: run(poison, base / action, action) for action in ("log", "skip", "rollback")}
-
-
-def check_same(found: Finished, expected: Finished) -> None:
-    assert found.exit_code == 0
-    assert found.exact_rows() == expected.exact_rows()
-    assert digests(found) == digests(expected)
-    last = max(expected.rows)
-    assert_same_tensors(checkpoint_tensors(found.folder, last), checkpoint_tensors(expected.folder, last))
 
 
 def test_what_each_action_does(whole: dict[str, Finished]):
@@ -319,45 +249,6 @@ def test_a_logged_spike_has_a_row_and_changes_nothing(
     assert all("train/spike" not in row for row in silent.rows.values())
     assert digests(silent) == digests(whole["log"])
     assert_same_tensors(checkpoint_tensors(silent.folder, last), checkpoint_tensors(sparse.folder, last))
-
-
-@pytest.mark.parametrize("action", ["skip", "rollback"])
-def test_a_stopped_and_killed_run_ends_as_the_others(
-    action: str, poison: Path, tmp_path: Path, whole: dict[str, Finished]
-):
-    check_same(interrupted(poison, tmp_path / "run", action), whole[action])
-
-
-def forgotten(patch: pytest.MonkeyPatch) -> None:
-    """The history is not brought back."""
-    resumed = Progress.resumed
-    patch.setattr(
-        Progress, "resumed", lambda *arguments: replace(resumed(*arguments), spikes=SpikeDetector())
-    )
-
-
-def newest(patch: pytest.MonkeyPatch) -> None:
-    """A rollback goes to what a stop signal has saved."""
-    replace_everywhere(
-        patch, defined("multiples"), lambda steps, period, newest: [step for step in steps if step <= newest]
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("action", "mistake"), [("skip", forgotten), ("rollback", newest)])
-def test_mistakes_show(
-    action: str,
-    mistake: Callable[[pytest.MonkeyPatch], None],
-    poison: Path,
-    tmp_path: Path,
-    whole: dict[str, Finished],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    with monkeypatch.context() as patch:
-        mistake(patch)
-        broken = interrupted(poison, tmp_path / "run", action)
-    with pytest.raises(AssertionError):
-        check_same(broken, whole[action])
 
 
 def test_rollback_without_a_checkpoint_is_a_skip(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,11 @@ def driven(store: Path, path: str, every: int, *faults: Fault, **changes: Any) -
     return run_engine(path, small_config(store, **checked(every, **changes)), *faults)
 
 
+@cache
+def unchecked(store: Path, path: str) -> Driven:
+    return driven(store, path, 0)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("flips", "name"), [(activation, "output of model.layers.1"), (gradient, f"gradient of {MATRIX}")]
@@ -43,9 +49,10 @@ def test_one_process(masked_store: Path, path: str, flips: Any, name: str):
     assert f": {name} differs when computed again; " in str(found.value)
     once = driven(masked_store, path, 2, flips(2, 1))
     assert once.checks == [None, "transient", None, "passed"]
-    plain = driven(masked_store, path, 0)
-    assert once.hashes == plain.hashes
-    assert plain.hashes != driven(masked_store, path, 0, flips(2, 1)).hashes  # without checks it is applied
+    assert once.hashes == unchecked(masked_store, path).hashes
+    if path == "torchrun":
+        applied = driven(masked_store, path, 0, flips(2, 1))
+        assert applied.hashes != once.hashes
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

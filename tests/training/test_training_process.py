@@ -43,50 +43,53 @@ def group_of_one(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("missing", WHOLE)
-def test_half_of_a_launcher_s_variables_stop_the_run(missing: str, monkeypatch: pytest.MonkeyPatch):
-    launch_checks.check_environment()
-    for name, value in WHOLE.items():
-        if name != missing:
-            monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"without {missing}; set or unset all of them"):
-        launch_checks.check_environment()
-    monkeypatch.setenv(missing, WHOLE[missing])
-    launch_checks.check_environment()
+def export(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
 
-def test_an_address_alone_is_no_launch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    launch_checks.check_environment()
+IN_THE_ENVIRONMENT = "{}: expected 1 .* in the environment, found '{}'"
+REFUSED = [
+    *(
+        (
+            {name: value for name, value in WHOLE.items() if name != missing},
+            f"without {missing}; set or unset",
+        )
+        for missing in WHOLE
+    ),
+    *(
+        (WHOLE | {"LOCAL_RANK": rank}, f"LOCAL_RANK: expected 0 to .* found '{rank}'")
+        for rank in ("2", "-1", "one")
+    ),
+    *(
+        (WHOLE | {name: value}, IN_THE_ENVIRONMENT.format(name, value))
+        for name, value in [
+            ("MASTER_PORT", "http"),
+            ("MASTER_PORT", "70000"),
+            ("LOCAL_WORLD_SIZE", "two"),
+            ("LOCAL_WORLD_SIZE", "-1"),
+            ("LOCAL_WORLD_SIZE", "3"),
+            ("WORLD_SIZE", "0"),
+        ]
+    ),
+]
 
 
-@pytest.mark.parametrize("value", ["2", "-1", "one"])
-def test_a_rank_outside_the_world_stops_the_run(value: str, monkeypatch: pytest.MonkeyPatch):
-    for name, whole in WHOLE.items():
-        monkeypatch.setenv(name, whole)
-    monkeypatch.setenv("LOCAL_RANK", value)
-    with pytest.raises(ConfigError, match=f"LOCAL_RANK: expected 0 to .* found '{value}'"):
+@pytest.mark.parametrize(("variables", "said"), REFUSED)
+def test_variables_that_no_launcher_sets_stop_the_run(
+    variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+):
+    export(monkeypatch, variables)
+    with pytest.raises(ConfigError, match=said):
         launch_checks.check_environment()
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("MASTER_PORT", "http"),
-        ("MASTER_PORT", "70000"),
-        ("LOCAL_WORLD_SIZE", "two"),
-        ("LOCAL_WORLD_SIZE", "-1"),
-        ("LOCAL_WORLD_SIZE", "3"),
-        ("WORLD_SIZE", "0"),
-    ],
+    "variables", [{}, WHOLE, {"MASTER_ADDR": "127.0.0.1"}], ids=["none", "all", "address"]
 )
-def test_a_variable_that_is_no_such_number_stops_the_run(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-):
-    for each, whole in (WHOLE | {name: value}).items():
-        monkeypatch.setenv(each, whole)
-    with pytest.raises(ConfigError, match=f"{name}: expected 1 .* in the environment, found '{value}'"):
-        launch_checks.check_environment()
+def test_all_of_a_launch_or_nothing_of_it_passes(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    export(monkeypatch, variables)
+    launch_checks.check_environment()
 
 
 @pytest.mark.parametrize(
@@ -97,8 +100,7 @@ def test_threads_share_the_machine(
     variables: dict[str, str], processes: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Without LOCAL_WORLD_SIZE, as when variables are set by hand, all processes count as this machine's."""
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    export(monkeypatch, variables)
     monkeypatch.setattr(process.os, "sched_getaffinity", lambda _: range(8), raising=False)
     assert process.cpu_threads(Config()) == 8 // processes
     assert process.cpu_threads(Config(distributed=DistributedConfig(cpu_threads=3))) == 3
@@ -231,8 +233,7 @@ def test_a_rank_with_peers_leaves_at_once(group_of_one: None, monkeypatch: pytes
 def test_a_process_group_that_does_not_come_about_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    for name, value in WHOLE.items():
-        monkeypatch.setenv(name, value)
+    export(monkeypatch, WHOLE)
     with pytest.raises(SystemExit) as left, process.report_errors():
         raise torch.distributed.DistStoreError("timed out\nframe 1")
     assert left.value.code == ResourceError.exit_code
@@ -323,8 +324,7 @@ def test_a_rank_that_never_met_the_others_says_why(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """Its machine may have other files than rank 0's, and nothing else would say that."""
-    for name, value in WHOLE.items():
-        monkeypatch.setenv(name, value)
+    export(monkeypatch, WHOLE)
     with pytest.raises(SystemExit), process.report_errors():
         raise ConfigError("no such file")
     assert capsys.readouterr().err == "error: rank 1: no such file\n"
@@ -338,8 +338,7 @@ def test_a_rank_that_never_met_the_others_says_why(
 def test_the_launcher_s_traceback_ends_with_the_error(
     error: type[PretrainError], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    for name, value in (WHOLE | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}).items():
-        monkeypatch.setenv(name, value)
+    export(monkeypatch, WHOLE | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")})
     with pytest.raises(SystemExit), process.report_errors():
         raise error("no data")
     assert not list(tmp_path.iterdir()), "not a worker of torchrun"
