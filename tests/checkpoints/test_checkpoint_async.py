@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
-import threading
-from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -23,8 +19,7 @@ from llm_pretrain.checkpoints.manifest import read_manifest
 from llm_pretrain.checkpoints.opening import CheckpointTensors, CheckpointWeights
 from llm_pretrain.checkpoints.state import HostBuffers
 from llm_pretrain.checkpoints.tensor_files import write_safetensors
-from llm_pretrain.errors import CheckpointError, DivergedError
-from llm_pretrain.training.saving import run_in_thread
+from llm_pretrain.errors import DivergedError
 
 
 def staged(run: Run, buffers: HostBuffers | None):
@@ -76,17 +71,6 @@ def test_scalars_scaler_and_facts_are_those_of_the_staged_step(tmp_path):
     assert again.optimizer.state[again.model.experts]["step"].item() == 2
 
 
-def test_buffers_are_used_again(tmp_path):
-    run, buffers = Run(tmp_path).train(1), HostBuffers()
-    first = staged(run, buffers)
-    addresses = {piece.name: piece.tensor.data_ptr() for piece in first.pieces}
-    run.store.write(first)
-    second = staged(run.train(1), buffers)
-    assert {piece.name: piece.tensor.data_ptr() for piece in second.pieces} == addresses
-    run.store.write(second)
-    assert same_bits(state_at(tmp_path), everything(run))
-
-
 def test_pieces_share_buffers_of_a_bounded_size(tmp_path, monkeypatch):
     monkeypatch.setattr(state, "BUFFER_BYTES", 512)
     run, buffers = Run(tmp_path).train(1), HostBuffers()
@@ -131,40 +115,6 @@ def test_an_empty_tensor_is_written_once_and_an_empty_shard_never():
         assert [piece.name for piece in state.own_pieces(rows, rank=1, world_size=2)] == ["two"]
     finally:
         dist.destroy_process_group()
-
-
-def test_a_failure_in_the_thread_is_raised_where_its_result_is_taken(tmp_path, monkeypatch):
-    run = Run(tmp_path).train(1)
-    run.save()
-    taken = staged(run.train(1), HostBuffers())
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        background = run_in_thread(lambda: run.store.write(taken))
-        wait([background], 60)
-    assert background.done()
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        background.result()
-    assert run.store.committed() == [1]
-    assert not list(tmp_path.glob(".step-*"))
-
-
-def test_what_is_written_in_a_thread_is_what_the_main_one_would_write(tmp_path):
-    """Bit for bit, file by file, while the main thread trains on; neither logs nor warnings are touched."""
-    run = Run(tmp_path / "thread").train(2)
-    taken = staged(run, HostBuffers())
-    run_alone = Run(tmp_path / "main").train(2)
-    expected = run_alone.save()
-    background = run_in_thread(lambda: run.store.write(taken))
-    run.train(5)
-    path = background.result()
-    files = sorted(file.name for file in expected.glob("*.safetensors"))
-    assert files == sorted(file.name for file in path.glob("*.safetensors"))
-    assert all((path / name).read_bytes() == (expected / name).read_bytes() for name in files)
-    assert threading.active_count() >= 1
 
 
 @pytest.mark.parametrize("found", [math.nan, math.inf, -math.inf])

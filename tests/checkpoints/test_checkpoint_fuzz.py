@@ -10,14 +10,16 @@ import json
 import shutil
 import struct
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.finished_runs import FinishedRun
 from support.fuzzing import fuzzed
-from support.launching import tiny_options, train, train_tiny
+from support.launching import train
 from support.mutating import damaged_bytes, damaged_json, dumped, linked_copy, put
 
 from llm_pretrain.__main__ import main as run_command
@@ -32,15 +34,23 @@ from llm_pretrain.checkpoints.manifest import (
 from llm_pretrain.checkpoints.opening import open_model
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 
-STEP = "step-00000002"
-SMALL = ("--training.max_steps", "2", "--schedule.warmup_steps", "0", "--logging.logging_steps", "1")
-SMALL += ("--checkpoint.save_steps", "1", "--evaluation.eval_steps", "0")
+STEP = "step-00000004"
 
 
 @pytest.fixture(scope="module")
-def run(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps with two checkpoints."""
-    return train_tiny(plain_store, tmp_path_factory.mktemp("fuzzed") / "run", *SMALL).folder
+def finished(finished_run: Callable[[str], FinishedRun]) -> FinishedRun:
+    return finished_run("mixture")
+
+
+@pytest.fixture(scope="module")
+def run(finished: FinishedRun) -> Path:
+    """Its folder, of which links are damaged."""
+    return finished.folder
+
+
+def resumed(finished: FinishedRun, folder: Path) -> int:
+    """Exit code of another step."""
+    return train(*finished.options, "--run.output_dir", str(folder), "--training.max_steps", "5")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +63,16 @@ def signed(content: Any) -> Any:
     if isinstance(content, dict):
         content = {key: value for key, value in content.items() if key != "sha256"}
         content["sha256"] = _digest(json.loads(json.dumps(content)))
+    return content
+
+
+def changed(manifest: dict[str, Any], path: tuple[str | int, ...], value: object) -> dict[str, Any]:
+    """A copy with a value at a place; * is the first key."""
+    content = json.loads(json.dumps(manifest))
+    owner: Any = content
+    for key in path[:-1]:
+        owner = owner[next(iter(owner)) if key == "*" else key]
+    owner[path[-1]] = value
     return content
 
 
@@ -157,12 +177,7 @@ def test_a_manifest_names_no_file_outside_of_its_folder(
 def test_a_signed_manifest_of_wrong_parts_is_unsound(
     true_manifest: dict[str, Any], tmp_path: Path, path: tuple, value: object
 ):
-    content = json.loads(json.dumps(true_manifest))
-    owner = content
-    for key in path[:-1]:
-        owner = owner[key]
-    owner[path[-1]] = value
-    (tmp_path / MANIFEST_NAME).write_bytes(dumped(signed(content)))
+    (tmp_path / MANIFEST_NAME).write_bytes(dumped(signed(changed(true_manifest, path, value))))
     field = ".".join(path) if path[0] == "run" else path[0]
     with pytest.raises(CheckpointError, match=rf"^manifest\.json: {field}: expected .*, found "):
         read_manifest(tmp_path)
@@ -273,22 +288,22 @@ def test_commands_refuse_damaged_folders(
 @pytest.mark.slow
 @pytest.mark.fuzz
 def test_a_run_goes_on_from_a_damaged_checkpoint_or_says_why_not(
-    run: Path, true_manifest: dict[str, Any], plain_store: Path, tmp_path: Path
+    finished: FinishedRun, true_manifest: dict[str, Any], tmp_path: Path
 ):
     """Manifests that are not what the run wrote: exit code 0, 74 or 78, and no traceback."""
 
-    def resumed(content: Any) -> int:
+    def ended(content: Any) -> int:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        shutil.copytree(run, tmp_path / "run")
+        finished.copy(tmp_path / "run")
         put(tmp_path / "run" / "checkpoints" / STEP / MANIFEST_NAME, dumped(content))
-        return train(*tiny_options(plain_store, tmp_path / "run"), *SMALL, "--training.max_steps", "3")
+        return resumed(finished, tmp_path / "run")
 
     @given(content=damaged_json(true_manifest))
     @fuzzed(4, per_cent=2)
     def check(content: Any) -> None:
-        assert resumed(content) in (0, 2, 74, 78)
+        assert ended(content) in (0, 2, 74, 78)
 
-    assert resumed(true_manifest) == 0
+    assert ended(true_manifest) == 0
     check()
 
 
@@ -307,20 +322,16 @@ NONSENSE: dict[str, tuple[tuple[str | int, ...], object]] = {
 
 @pytest.mark.parametrize("case", NONSENSE)
 def test_a_signed_manifest_of_nonsense_is_refused_in_one_line(
-    run: Path, true_manifest: dict[str, Any], plain_store: Path, tmp_path: Path, capsys, case: str
+    finished: FinishedRun, true_manifest: dict[str, Any], tmp_path: Path, capsys, case: str
 ):
     """A run that resumes looks at every part before it uses it."""
-    folder = shutil.copytree(run, tmp_path / "run")
-    shutil.rmtree(folder / "checkpoints" / "step-00000001")
+    folder = finished.copy(tmp_path / "run").folder
+    shutil.rmtree(folder / "checkpoints" / "step-00000002")
     place, value = NONSENSE[case]
-    content = json.loads(json.dumps(true_manifest))
-    owner: Any = content
-    for key in place[:-1]:
-        owner = owner[next(iter(owner)) if key == "*" else key]
-    owner[place[-1]] = value
+    content = changed(true_manifest, place, value)
     put(folder / "checkpoints" / STEP / MANIFEST_NAME, json.dumps(signed(content)).encode())
     capsys.readouterr()
-    assert train(*tiny_options(plain_store, folder), *SMALL, "--training.max_steps", "3") == 74
+    assert resumed(finished, folder) == 74
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert f"{STEP}" in line

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llm_pretrain.checkpoints import weight_files
 from llm_pretrain.checkpoints.state import Piece
-from llm_pretrain.checkpoints.tensor_files import write_safetensors
+from llm_pretrain.checkpoints.tensor_files import read_tensors, write_pieces, write_safetensors
 from llm_pretrain.checkpoints.weight_files import WeightFiles
 from llm_pretrain.checkpoints.weights import HeldWeights, model_weights, save_weights
 from llm_pretrain.config.distributed_config import DistributedConfig
@@ -164,8 +164,9 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["qwen3_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [*(("qwen3_moe", mesh) for mesh in MESHES), ("ernie4_5_moe", "ep 2, hsdp")]
+)
 def test_every_mesh_writes_the_bytes_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mesh: str
 ):
@@ -302,3 +303,20 @@ def test_writing_takes_little_memory(tmp_path: Path):
         patch.setattr(weight_files.os, "pwrite", observed)
         files.write(tmp_path, [Piece(name, whole, (0, 0, 0))])
     assert 0 < peak[0] + 1 < 32 << 20
+
+
+def test_pieces_of_all_ranks_are_read_by_one_process(tmp_path: Path):
+    whole = {"matrix": torch.arange(12.0).view(4, 3), "vector": torch.arange(5.0)}
+    files = []
+    for rank, rows in enumerate(((0, 1), (1, 4))):
+        pieces = [Piece("matrix", whole["matrix"][slice(*rows)], (rows[0], 0))]
+        pieces += [Piece("vector", whole["vector"], (0,))] * (rank == 0)
+        files += write_pieces(pieces, tmp_path, rank=rank)
+    read = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    read_tensors(read, tmp_path, files)
+    assert all(torch.equal(read[name], whole[name]) for name in whole)
+    with pytest.raises(CheckpointError, match=r"reading tensors failed: .*matrix: not all values are in"):
+        read_tensors(read, tmp_path, files[:1])
+    (tmp_path / files[1]).write_bytes((tmp_path / files[1]).read_bytes()[:20])
+    with pytest.raises(CheckpointError, match=r"shard-00002.*: expected a safetensors file"):
+        read_tensors(read, tmp_path, files)

@@ -1,4 +1,4 @@
-"""Exported weights appear whole or not at all, hold what the export made, and are pruned."""
+"""Exported weights appear whole or not at all, in shards where they are large; the best ones stay."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from support.checkpoint_helpers import Run
+from support.corpora import make_tokenizer
 
-from llm_pretrain.checkpoints.weights import save_weights
+from llm_pretrain.checkpoints import weight_files, weights
+from llm_pretrain.checkpoints.weights import best_step, convert_weights, save_weights
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.export.huggingface import load_pretrained
@@ -31,6 +32,7 @@ CONFIG = ModelConfig(
     num_key_value_heads=1,
     num_experts=4,
 )
+DENSE = dataclasses.replace(CONFIG, vocab_size=320, num_hidden_layers=3, num_experts=0)
 TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 
 
@@ -43,6 +45,10 @@ def tokenizer_folder(tmp_path) -> Path:
     for name in ("config.json", "pytorch_model.bin", "model.safetensors", "README.md"):
         (folder / name).write_text("not a tokenizer's")
     return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def decoder(config: ModelConfig = CONFIG, seed: int = 0) -> Decoder:
@@ -59,17 +65,19 @@ def write(
     dtype: str = "bf16",
     model: torch.nn.Module | None = None,
     config: ModelConfig = CONFIG,
+    best_loss: float | None = None,
 ) -> Path:
     return save_weights(
         folder,
         step,
-        decoder() if model is None else model,
+        decoder(config) if model is None else model,
         config,
         dtype=dtype,
         tokenizer_folder=tokenizer_folder,
         token_ids=TOKEN_IDS,
         keep_last=2,
         sequence_length=48,
+        best_loss=best_loss,
     )
 
 
@@ -122,10 +130,7 @@ def test_weights_are_pruned_and_replaced(tmp_path, tokenizer_folder):
     for seed, step in enumerate((1, 2, 3, 3)):
         model = decoder(seed=seed)
         path = write(tmp_path / "weights", tokenizer_folder, step, model=model)
-    assert sorted(each.name for each in (tmp_path / "weights").iterdir()) == [
-        "step-00000002",
-        "step-00000003",
-    ]
+    assert names(tmp_path / "weights") == ["step-00000002", "step-00000003"]
     assert opens_as(path, model, torch.bfloat16)
 
 
@@ -145,16 +150,167 @@ def test_a_failed_export_leaves_the_last_one(tmp_path, tokenizer_folder, monkeyp
     assert list((tmp_path / "weights").iterdir()) == [before]
 
 
-def test_a_value_too_large_leaves_nothing(tmp_path, tokenizer_folder):
-    model = decoder()
+# Large ones: in shards that everybody opens. Text ends where a turn ends.
+
+
+def test_shards_hold_every_tensor_once_within_their_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 4000)
+    path = write(tmp_path / "weights", make_tokenizer(tmp_path / "tokenizer"), config=DENSE)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    held: dict[str, str] = {}
+    size = 0
+    for file in files:
+        with safe_open(path / file, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        assert nbytes <= 4000 or len(tensors) == 1
+        assert not held.keys() & tensors.keys()
+        held |= dict.fromkeys(tensors, file)
+        size += nbytes
+    assert index == {"metadata": {"total_size": size}, "weight_map": held}
+    assert opens_as(path, decoder(DENSE), torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_transformers_opens_shards(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 4000)
+    path = write(tmp_path / "weights", make_tokenizer(tmp_path / "tokenizer"), config=DENSE)
+    tokens = torch.arange(20)[None]
     with torch.no_grad():
-        model.state_dict()["model.norm.weight"][3] = 7e4
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: .*70000"):
-        write(tmp_path / "weights", tokenizer_folder, dtype="fp16", model=model)
-    assert list((tmp_path / "weights").iterdir()) == []
+        ours = load_pretrained(path).eval()(tokens).logits
+        theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(tokens).logits
+    assert ours is not None
+    assert (ours - theirs).abs().max() < 1e-5
+    assert ours.std() > 0
 
 
-def test_weights_are_not_a_resume_source(tmp_path, tokenizer_folder):
-    path = write(tmp_path / "weights", tokenizer_folder)
-    with pytest.raises(CheckpointError, match="found exported weights"):
-        Run(tmp_path / "checkpoints").restore(source=path)
+def test_weights_that_fit_are_one_file(tmp_path):
+    path = write(tmp_path / "weights", make_tokenizer(tmp_path / "tokenizer"), config=DENSE)
+    assert [file.name for file in path.glob("model*")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "template", "expected"),
+    [
+        (["<|im_end|>"], None, [2, 300]),
+        (["<|other|>"], None, 2),
+        (["<|im_end|>", "<end_of_turn>"], "{{ m.content }}<end_of_turn>", [2, 301]),
+        (["<|im_end|>", "<|eot_id|>"], "{{ m.content }}<|im_end|>", [2, 300]),
+        (["<|im_end|>", "<|eot_id|>"], "{{ m.content }}{{ eos_token }}", [2, 300]),
+        (["<|end|>", "<|return|>"], "{{ m.content }}<|return|>{{ m.thinking }}<|end|>", [2, 301]),
+        (["<|end|>", "<|return|>"], None, [2, 301]),
+    ],
+)
+def test_text_ends_where_a_turn_ends_too(tmp_path, tokens, template, expected):
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    spec = json.loads((tokenizer / "tokenizer.json").read_text("utf-8"))
+    added = spec["added_tokens"]
+    added += [{**added[-1], "id": 300 + i, "content": token} for i, token in enumerate(tokens)]
+    (tokenizer / "tokenizer.json").write_text(json.dumps(spec), "utf-8")
+    if template:
+        (tokenizer / "chat_template.jinja").write_text(template, "utf-8")
+    path = write(tmp_path / "weights", tokenizer, config=DENSE)
+    generation = json.loads((path / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == expected
+    assert json.loads((path / "config.json").read_text())["eos_token_id"] == 2
+
+
+def test_a_failed_conversion_leaves_what_was_there(tmp_path, monkeypatch):
+    path = write(tmp_path / "weights", make_tokenizer(tmp_path / "tokenizer"), config=DENSE)
+    convert_weights(path, tmp_path / "out", "fp32")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "fsync_file", full)
+        with pytest.raises(CheckpointError, match=r"/out: writing .*failed .*: .*No space left"):
+            convert_weights(path, tmp_path / "out", "fp16")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "tokenizer", "weights"]
+
+
+# The best weights: whole or the ones before, whatever interrupts their replacement.
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_tokenizer(tmp_path / "tokenizer")
+    return tmp_path / "weights"
+
+
+def save_best(folder: Path, step: int, best_loss: float | None) -> Path:
+    return write(folder, folder.parent / "tokenizer", step, model=decoder(seed=step), best_loss=best_loss)
+
+
+def is_best(folder: Path, step: int) -> bool:
+    """Whether `best` is the model of this step."""
+    return opens_as(folder / "best", decoder(seed=step), torch.bfloat16)
+
+
+def test_best_is_replaced_and_survives_retention(folder: Path):
+    assert best_step(folder) is None
+    assert save_best(folder, 5, 2.5) == folder / "best"
+    for step in (6, 7, 8):
+        save_best(folder, step, None)
+    assert names(folder) == ["best", "step-00000007", "step-00000008"]
+    assert best_step(folder) == 5
+    assert is_best(folder, 5)
+    save_best(folder, 9, 2.25)
+    assert json.loads((folder / "best" / "best.json").read_text()) == {"step": 9, "eval/loss": 2.25}
+    assert is_best(folder, 9)
+    assert names(folder) == ["best", "step-00000007", "step-00000008"]
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_failed_replacement_leaves_the_one_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, calls: int
+):
+    """The first rename moves the old folder aside, the second puts the new one in its place."""
+    save_best(folder, 1, 3.0)
+    rename, done = os.rename, []
+
+    def failing(*arguments: str) -> None:
+        if len(done) == calls:
+            raise OSError(errno.EIO, "Input/output error")
+        done.append(arguments)
+        rename(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", failing)
+        with pytest.raises(
+            CheckpointError, match=r"/best: writing weights, \d+ bytes, failed .*: .*Input/output error"
+        ):
+            save_best(folder, 2, 2.0)
+    assert best_step(folder) == 1
+    assert is_best(folder, 1)
+    save_best(folder, 3, None)
+    assert names(folder) == ["best", "step-00000003"]
+    assert is_best(folder, 1)
+
+
+def test_what_an_interrupted_replacement_left_is_cleaned_up(folder: Path):
+    save_best(folder, 1, 3.0)
+    os.rename(folder / "best", folder / ".best.replaced-ab12")
+    save_best(folder, 2, None)
+    assert names(folder) == ["best", "step-00000002"], "the old one counts where there is no new one"
+    save_best(folder, 3, 2.0)
+    (folder / ".best.replaced-ab12").mkdir()
+    save_best(folder, 4, None)
+    assert names(folder) == ["best", "step-00000002", "step-00000004"]
+    assert best_step(folder) == 3
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"step": "5"}', None])
+def test_a_folder_that_does_not_say_its_step_does_not_count(folder: Path, content: str | None):
+    save_best(folder, 5, 2.5)
+    (folder / "best" / "best.json").unlink()
+    if content is not None:
+        (folder / "best" / "best.json").write_text(content)
+    assert best_step(folder) is None

@@ -99,18 +99,12 @@ def saved_bytes(config: Config, backend: str | None = None) -> int:
         return sum(each.untyped_storage().nbytes() for key, each in kept.items() if key not in own)
 
 
-def start_up_peak(config: Config, *, shards_first: bool = True) -> tuple[int, int]:
-    """Most bytes while a sharded model gets its memory, and the bytes that remain; in `eight_ranks`.
-
-    Args:
-        config: Its strategy is `fsdp`.
-        shards_first: Shard the model before its parameters get memory, as a run does.
-    """
+def start_up_peak(config: Config) -> tuple[int, int]:
+    """Most bytes while a sharded model gets its memory, and the bytes that remain; in `eight_ranks`."""
     memory = Tracker("cuda")
     with FakeTensorMode(allow_non_fake_inputs=True), tracked(memory):
-        with torch.device("meta" if shards_first else CUDA):
+        with torch.device("meta"):
             model = build_model(config)
         parallelize(model, Meshes(), Place(), config)
-        if shards_first:
-            materialize(model, CUDA)
+        materialize(model, CUDA)
     return memory.peak()[0], memory.totals()[-1]

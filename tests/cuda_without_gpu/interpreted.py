@@ -7,7 +7,6 @@ multiplies it wrongly.
 from __future__ import annotations
 
 import json
-import sys
 
 import torch
 from torch import Tensor
@@ -67,12 +66,6 @@ def softmax_gradient_error(dtype: torch.dtype) -> float:
 
 
 if __name__ == "__main__":
-    if "wrong" in sys.argv:  # so that the checks are seen failing: the ends of the groups are one row off
-        multiply, log_partition = grouped_mm._rows_times_weights, cross_entropy.log_partition
-        grouped_mm._rows_times_weights = lambda x, weight, ends: multiply(x, weight, (ends - 1).clamp(min=0))
-        cross_entropy.log_partition = lambda logits, labels: log_partition(
-            logits[:, :4096].clone(), labels * 0
-        )
     checks = (grouped_mm_error, softmax_gradient_error)
     types = (torch.float32, torch.float16)
     print(json.dumps({f"{check.__name__} {dtype}": check(dtype) for check in checks for dtype in types}))

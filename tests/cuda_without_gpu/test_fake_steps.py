@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_steps import CUDA, DENSE, MOE, Watched, fake_config, fake_model, watched_step
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llm_pretrain.config.distributed_config import MeshSizes
 from llm_pretrain.config.loading import PRESETS, load_config
@@ -17,9 +17,8 @@ from llm_pretrain.distributed import expert_parallel
 from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.model import moe
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
-from llm_pretrain.model.layers import RMSNorm
 from llm_pretrain.training import engine as training_engine
-from llm_pretrain.training.model_setup import FP8_MULTIPLE, build_model
+from llm_pretrain.training.model_setup import build_model
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": (DENSE, {}),
@@ -35,10 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ema": (DENSE, {"optimizer": {"ema_decay": 0.999}}),
     "dropout": (DENSE | {"attention_dropout": 0.1, "hidden_dropout": 0.1}, {}),
     "tied": (DENSE | {"tie_word_embeddings": True, "qk_norm": True}, {}),
-    "yarn": (
-        DENSE | {"rope_type": "yarn", "rope_factor": 4.0, "original_max_position_embeddings": 512},
-        {},
-    ),
+    "yarn": (DENSE | {"rope_type": "yarn", "rope_factor": 4.0, "original_max_position_embeddings": 512}, {}),
     "moe": (MOE, {}),
     "moe fp32": (MOE, {"training": {"precision": "fp32"}}),
     "moe fp16": (MOE, {"training": {"precision": "fp16"}}),
@@ -107,45 +103,12 @@ def test_a_step_of_every_preset_s_shape(preset: str):
     assert step.operations
 
 
-# With a fault put in, every check above fails.
-
-
-def test_reading_a_value_in_a_layer_is_found(monkeypatch: pytest.MonkeyPatch):
-    forward = RMSNorm.forward
-
-    def reads(self: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-        x.flatten()[0].item()
-        return forward(self, x)
-
-    monkeypatch.setattr(RMSNorm, "forward", reads)
-    with pytest.raises(DataDependentOutputException):
-        watched_step(fake_config(DENSE))
-
-
 def test_a_copy_to_the_host_is_found(monkeypatch: pytest.MonkeyPatch):
     count = moe.count_assignments
     monkeypatch.setattr(moe, "count_assignments", lambda *a: count(*a).cpu().to("cuda"))
     waits = watched_step(fake_config(MOE)).waits
     assert waits
     assert "moe.py" in waits[0]
-
-
-def test_experts_that_wait_are_found():
-    with pytest.raises(DataDependentOutputException):
-        watched_step(fake_config(MOE, training={"experts_implementation": "streamed"}))
-
-
-def test_an_operation_of_one_script_only_is_found(monkeypatch: pytest.MonkeyPatch):
-    import train_pretrain
-
-    clip = train_pretrain.clip_grad_norm_
-
-    def twice(*arguments: Any) -> torch.Tensor:
-        return clip(*arguments) * 1
-
-    monkeypatch.setattr(train_pretrain, "clip_grad_norm_", twice)
-    config = fake_config(DENSE)
-    assert watched_step(config).operations != watched_step(config, "accelerate").operations
 
 
 class _TwoRanks:
@@ -165,18 +128,12 @@ class _TwoRanks:
 
 
 @pytest.mark.filterwarnings("ignore:.*get_autocast_gpu_dtype:DeprecationWarning")  # torchao
-@pytest.mark.parametrize("tokens", [FP8_MULTIPLE, 2])
-def test_several_ranks_start_in_fp8(tokens: int, monkeypatch: pytest.MonkeyPatch):
-    """The pass before the first step has as many tokens as FP8's products need; two would not do."""
+def test_several_ranks_start_in_fp8():
+    """The pass before the first step has as many tokens as FP8's products need."""
     if find_spec("torchao") is None:
         pytest.skip("needs the package torchao")
-    monkeypatch.setattr(training_engine, "FP8_MULTIPLE", tokens)
     with FakeTensorMode(allow_non_fake_inputs=True):
         with CUDA:
             model = build_model(fake_config(DENSE, training={"float8": True}), CUDA)
         engine: Any = _TwoRanks(model)
-        if tokens == FP8_MULTIPLE:
-            training_engine.warm_up_backward(engine)
-        else:
-            with pytest.raises(Exception, match="divisible by 16"):
-                training_engine.warm_up_backward(engine)
+        training_engine.warm_up_backward(engine)

@@ -14,12 +14,12 @@ import pytest
 triton = pytest.importorskip("triton", reason="needs the package triton; see make test-cuda")
 
 
-def errors(*arguments: str) -> dict[str, float]:
+def errors() -> dict[str, float]:
     """Relative errors by type, from a process in which Triton interprets its kernels."""
     script = Path(__file__).with_name("interpreted.py")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     ran = subprocess.run(
-        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True
     )
     return json.loads(ran.stdout)
 
@@ -29,11 +29,6 @@ def test_the_kernels_compute_what_float64_does():
     assert len(found) == 4
     for name, error in found.items():
         assert error < (1e-3 if name.endswith("float16") else 1e-6), name
-
-
-def test_groups_and_rows_that_end_too_early_are_found():
-    """What the kernel does not write is uninitialised memory, so an error may be NaN."""
-    assert not [name for name, error in errors("wrong").items() if error <= 0.01]
 
 
 def machine_code(kernel: Any, dtype: str, capability: int, constants: dict[str, Any]) -> Any:

@@ -86,11 +86,9 @@ def test_a_preset_is_sound_at_usual_numbers_of_processes(preset: Path, monkeypat
 
 
 def test_the_kubernetes_jobs_settings_fit_its_pods(monkeypatch: pytest.MonkeyPatch):
-    service, job = yaml.safe_load_all((ROOT / "examples" / "kubernetes" / "job.yaml").read_text())
+    _, job = yaml.safe_load_all((ROOT / "examples" / "kubernetes" / "job.yaml").read_text())
     (container,) = job["spec"]["template"]["spec"]["containers"]
     variables = {each["name"]: each["value"] for each in container["env"]}
-    assert job["spec"]["completions"] == int(variables["PODS"])
-    assert variables["FIRST"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WORLD_SIZE", str(int(variables["PODS"]) * int(variables["PROCESSES"])))
     load_config(container["args"], needs_data=False)

@@ -40,10 +40,18 @@ def with_question(script: str) -> str:
     return script
 
 
+def run_script(script: str, folder: Path, env: dict[str, str]) -> None:
+    done = subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", script],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=7200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
 @pytest.mark.slow
 def test_every_command_of_readme_and_tutorial_runs(tmp_path: Path):
     project = copy_of_the_project(tmp_path / "llm_pretrain")
-    script = "set -euxo pipefail\n" + "".join(blocks(READMES[0]) + blocks(TUTORIAL))
+    script = "".join(blocks(READMES[0]) + blocks(TUTORIAL))
     (project / "question.txt").write_text(QUESTION + "\n")
     script = with_question(script)
     for code in re.findall(r"^```python\n(.*?)^```$", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL):
@@ -52,16 +60,7 @@ def test_every_command_of_readme_and_tutorial_runs(tmp_path: Path):
     environment["PATH"] = ":".join(
         part for part in environment["PATH"].split(":") if not (Path(part) / "llm-pretrain").exists()
     )
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=project,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=7200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_script(script, project, environment)
     for run in RUNS:
         status = json.loads((project / "runs" / run / "status.json").read_text())
         assert status["state"] == "finished", run
@@ -83,16 +82,7 @@ def test_a_machine_for_a_night_ends_in_a_chat_as_written_but_for_its_budgets(tmp
     for number, source in enumerate(sorted(sources)):
         shutil.copy(source, tmp_path / "texts" / f"{number}.txt")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-c", "set -euxo pipefail\n" + with_question(script)],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=7200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_script(with_question(script), tmp_path, os.environ | {"PATH": path})
     run = tmp_path / "runs" / "night"
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "finished"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
+from support.finished_runs import FinishedRun
 from support.launching import ROOT, environment, train
 
 from benchmarks.trainer_witness import (
@@ -84,22 +84,22 @@ def dense(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 4])
-def test_one_process(dense: Path, masked_store: Path, script: ModuleType, tmp_path: Path, steps: int):
-    size = ("--training.micro_batch_size", str(CELLS[1, steps]))
-    run_folder = theirs(script, tmp_path / "run", *options("tiny-dense.yaml", masked_store, *DENSE, *size))
-    assert_same_training(dense, run_folder)
-    status = json.loads((run_folder / "status.json").read_text())
+@pytest.mark.parametrize("processes", [1, 2])
+def test_trainer_trains_what_we_train(
+    dense: Path, masked_store: Path, script: ModuleType, tmp_path: Path, processes: int, steps: int
+):
+    size = ("--training.micro_batch_size", str(CELLS[processes, steps]))
+    arguments = [*options("tiny-dense.yaml", masked_store, *DENSE, *size)]
+    folder = tmp_path / "run"
+    if processes == 1:
+        theirs(script, folder, *arguments)
+    else:
+        words = [*arguments, "--run.output_dir", str(folder)]
+        run(ROOT / SCRIPT, processes, words, variables=environment())
+    assert_same_training(dense, folder)
+    status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["launcher"]) == ("finished", 0, "trainer")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 4])
-def test_two_processes(dense: Path, masked_store: Path, tmp_path: Path, steps: int):
-    size = ("--training.micro_batch_size", str(CELLS[2, steps]))
-    arguments = options("tiny-dense.yaml", masked_store, *DENSE, *size)
-    run(ROOT / SCRIPT, 2, [*arguments, "--run.output_dir", str(tmp_path / "run")], variables=environment())
-    assert_same_training(dense, tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["world_size"] == 2
+    assert status["world_size"] == processes
 
 
 @pytest.mark.slow
@@ -108,82 +108,6 @@ def test_experts_without_balance_loss(masked_store: Path, script: ModuleType, tm
     left = ours(tmp_path / "ours", *chosen)
     size = ("--training.micro_batch_size", str(CELLS[1, 4]))
     assert_same_training(left, theirs(script, tmp_path / "theirs", *chosen, *size))
-
-
-def _seeing_one_another(patch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    (trainer,) = [each for each in vars(script).values() if hasattr(each, "collate")]
-    collate = trainer.collate
-
-    def collated(self: Any, batch: Any) -> dict[str, torch.Tensor]:
-        inputs = collate(self, batch)
-        length = inputs["input_ids"].shape[1]
-        return inputs | {"position_ids": torch.arange(length).expand_as(inputs["input_ids"])}
-
-    patch.setattr(trainer, "collate", collated)
-
-
-def _mean_of_means(patch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    from transformers import Trainer
-
-    step = Trainer.training_step
-    patch.setattr(
-        Trainer, "training_step", lambda self, model, inputs, items=None: step(self, model, inputs, None)
-    )
-
-
-def _another_order(patch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    arguments = script.training_arguments
-
-    def shuffled(*given: Any) -> Any:
-        made = arguments(*given)
-        made.train_sampling_strategy = "random"
-        return made
-
-    patch.setattr(script, "training_arguments", shuffled)
-
-
-def _shifted_twice(patch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    from transformers import Trainer
-
-    step = Trainer.training_step
-
-    def shifted(self: Any, model: Any, inputs: dict[str, Any], items: Any = None) -> torch.Tensor:
-        inputs.pop("shift_labels")
-        return step(self, model, inputs, items)
-
-    patch.setattr(Trainer, "training_step", shifted)
-
-
-MISTAKES = {
-    "documents see one another": _seeing_one_another,
-    "mean of the micro batches' means": _mean_of_means,
-    "samples in another order": _another_order,
-    "labels that are shifted twice": _shifted_twice,
-}
-
-
-@pytest.fixture(scope="module")
-def start(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Our first steps, and the options that they and the mistakes are made with."""
-    chosen = options("tiny-dense.yaml", masked_store, *DENSE, "--training.max_steps", "3")
-    return ours(tmp_path_factory.mktemp("trainer") / "start", *chosen), chosen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", [None, *MISTAKES])
-def test_the_comparison_sees_mistakes(
-    start: tuple[Path, list[str]], script: ModuleType, tmp_path: Path, mistake: str | None
-):
-    left, chosen = start
-    with pytest.MonkeyPatch.context() as patch:
-        if mistake is not None:
-            MISTAKES[mistake](patch, script)
-        right = theirs(script, tmp_path / "run", *chosen, "--training.micro_batch_size", "8")
-    if mistake is None:
-        assert_same_training(left, right)
-    else:
-        with pytest.raises(AssertionError):
-            assert_same_training(left, right)
 
 
 @pytest.mark.slow
@@ -296,12 +220,12 @@ def test_what_it_cannot_follow_is_one_line(
 
 
 def test_a_folder_with_a_run_is_left_alone(
-    script: ModuleType, start: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+    script: ModuleType, finished_run: Callable[[str], FinishedRun], capsys: pytest.CaptureFixture[str]
 ):
-    folder, chosen = start
-    before = (folder / "metrics.jsonl").read_bytes()
+    finished = finished_run("dense")
+    before = (finished.folder / "metrics.jsonl").read_bytes()
     with pytest.raises(SystemExit) as exit_:
-        script.main([*chosen, "--run.output_dir", str(folder)])
+        script.main([*finished.options, "--run.output_dir", str(finished.folder)])
     assert exit_.value.code == 73
     assert "new run folder" in capsys.readouterr().err
-    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert (finished.folder / "metrics.jsonl").read_bytes() == before

@@ -1,16 +1,12 @@
 """Files of transformers: config keys in every spelling, tensors, and what must be refused."""
 
 import dataclasses
-import json
-import re
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.export import config_json, huggingface
 from llm_pretrain.export.config_json import huggingface_config, model_config_from_huggingface
 from llm_pretrain.export.huggingface import from_huggingface, load_pretrained, to_huggingface
 from llm_pretrain.model.decoder import Decoder
@@ -37,23 +33,6 @@ def make(config: ModelConfig) -> Decoder:
     model = Decoder(config).eval()
     initialize_weights(model, 1)
     return model
-
-
-@torch.no_grad()
-def logits_in_transformers(config: ModelConfig, folder) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ours, and those of the exported files in transformers."""
-    from transformers import AutoModelForCausalLM
-
-    folder.mkdir()
-    model = make(config)
-    save_file(
-        to_huggingface(model.state_dict(), config, torch.float32),
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
-    (folder / "config.json").write_text(json.dumps(huggingface_config(config, dtype="fp32", **IDS)))
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model(TOKENS).logits, theirs(TOKENS).logits
 
 
 FOREIGN = {
@@ -261,56 +240,3 @@ def test_a_bias_stays_in_fp32_and_names_are_those_of_the_published_checkpoints(t
     assert "model.layers.1.mlp.shared_mlp.up_proj.weight" in to_huggingface(
         make(names["mlp.expert_bias"]).state_dict(), names["mlp.expert_bias"], torch.bfloat16
     )
-
-
-@pytest.mark.parametrize(
-    ("changes", "pattern"),
-    [
-        ({"qk_norm": False}, r"self_attn\.[qk]_proj\.weight$"),
-        ({"qk_norm": False, "norm_topk_prob": False}, r"shared_experts\.down_proj"),
-        ({"n_shared_experts": 0, "routed_scaling_factor": 2.5}, r"\.experts\..*down_proj"),
-    ],
-)
-def test_a_tensor_that_is_not_rearranged_changes_the_logits(changes, pattern, tmp_path, monkeypatch):
-    """Rotary order, doubled shared expert, factor in the down projections: each is needed."""
-    config = dataclasses.replace(MOE, **changes)
-    ours, theirs = logits_in_transformers(config, tmp_path / "right")
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    rearranged = huggingface._rearranged
-
-    def partly_rearranged(tensors, model, model_type):
-        plain = {tensor.name: tensor for tensor in tensors}
-        for tensor in rearranged(plain.values(), model, model_type):
-            yield plain[tensor.name] if re.search(pattern, tensor.name) else tensor
-
-    monkeypatch.setattr(huggingface, "_rearranged", partly_rearranged)
-    ours, theirs = logits_in_transformers(config, tmp_path / "wrong")
-    assert (ours - theirs).abs().max() > 1e-2
-
-
-def test_missing_keys_of_rope_scaling_change_the_logits(tmp_path, monkeypatch):
-    config = dataclasses.replace(MOE, num_experts=0, rope_type="yarn", rope_factor=4.0)
-    rope_keys = config_json._rope_keys
-    monkeypatch.setattr(
-        config_json, "_rope_keys", lambda model: rope_keys(dataclasses.replace(model, rope_type="default"))
-    )
-    ours, theirs = logits_in_transformers(config, tmp_path / "wrong")
-    assert (ours - theirs).abs().max() > 1e-3
-
-
-def test_the_factor_in_down_projections_is_divided_out_on_reading(tmp_path):
-    config = dataclasses.replace(MOE, n_shared_experts=0, routed_scaling_factor=2.5)
-    ours, _ = logits_in_transformers(config, tmp_path / "x")
-    back = load_pretrained(tmp_path / "x").eval()
-    assert back.config.routed_scaling_factor == 2.5
-    torch.testing.assert_close(back(TOKENS).logits, ours, atol=1e-5, rtol=1e-5)
-    name = "model.layers.0.mlp.experts.down_proj"
-    torch.testing.assert_close(back.state_dict()[name], make(config).state_dict()[name])
-
-
-def test_a_dense_layer_keeps_its_names_beside_expert_layers(tmp_path):
-    config = dataclasses.replace(MOE, scoring_func="sigmoid", first_k_dense_replace=1)
-    logits_in_transformers(config, tmp_path / "x")
-    names = set(load_file(tmp_path / "x" / "model.safetensors"))
-    assert "model.layers.0.mlp.gate_proj.weight" in names
-    assert not any(name.startswith("model.layers.0.mlp.experts") for name in names)

@@ -8,7 +8,9 @@ import os
 import random
 import shutil
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,8 +190,7 @@ def test_llama_cpp_gives_the_same_token_ids(tmp_path, tokenizers, kind):
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind"),
-    [(shape, KINDS[index % len(KINDS)]) for index, shape in enumerate(SHAPES)],
+    ("shape", "kind"), [(shape, KINDS[index % len(KINDS)]) for index, shape in enumerate(SHAPES)]
 )
 def test_llama_cpp_computes_the_same_log_probabilities(tmp_path, tokenizers, shape, kind):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
@@ -232,26 +233,6 @@ def test_the_chat_template_makes_the_same_prompt(tmp_path, tokenizers, kind):
     assert len(set(ids) & set(tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]))) == 2
 
 
-def test_a_query_that_is_not_permuted_for_llama_changes_the_logits(tmp_path, tokenizers, monkeypatch):
-    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
-    weights = write_weights(tmp_path / "weights", SHAPES["llama"], tokenizers["bytelevel-bpe"])
-    write_gguf(weights, tmp_path / "model.gguf", "fp32")
-    assert logprob_error(weights, tmp_path / "model.gguf") < 1e-4
-    monkeypatch.setattr("llm_pretrain.export.gguf._has_interleaved_rotary", lambda architecture: False)
-    write_gguf(weights, tmp_path / "model.gguf", "fp32")
-    assert logprob_error(weights, tmp_path / "model.gguf") > 0.1
-
-
-def logprob_error(weights: Path, file: Path) -> float:
-    """Largest difference in the log-probabilities of one next token."""
-    from support.llama_cpp import LlamaCpp
-
-    tokenizer = open_tokenizer(weights)
-    ids = tokenizer.encode(["the quick brown fox 春眠不觉晓"])[0]
-    new, theirs = LlamaCpp(file).greedy(ids, 1, 704, not_characters(tokenizer, 704))
-    return float(np.abs(our_logprobs(weights, ids, new) - theirs).max())
-
-
 def test_a_file_is_the_same_every_time(tmp_path, tokenizers):
     weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel-bpe"])
     for name in ("a", "b"):
@@ -287,30 +268,6 @@ def change_json(path: Path, change) -> None:
     path.write_text(json.dumps(content), "utf-8")
 
 
-def another_pattern(spec: dict) -> None:
-    spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\s+"
-
-
-def lower_case(spec: dict) -> None:
-    spec["normalizer"] = {"type": "Lowercase"}
-
-
-def two_in_front(spec: dict) -> None:
-    spec["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-            {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}},
-        ],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {
-            name: {"id": name, "ids": [i], "tokens": [name]}
-            for i, name in ((1, "<|im_start|>"), (2, "<|im_end|>"))
-        },
-    }
-
-
 def test_the_end_of_a_turn_is_the_chat_templates(tmp_path, tokenizers):
     weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel-bpe"])
     spec = json.loads((weights / "tokenizer.json").read_text("utf-8"))
@@ -334,34 +291,76 @@ def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path, tokenizers
     assert read_vocabulary(weights, BASE.vocab_size).special == named
 
 
-@pytest.mark.parametrize("change", [another_pattern, lower_case, two_in_front])
-def test_a_tokenizer_that_llama_cpp_lacks_is_refused(tmp_path, tokenizers, change):
-    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel-bpe"])
-    change_json(weights / "tokenizer.json", change)
-    with pytest.raises(DataError, match=r"tokenizer\.json: expected") as caught:
+def tokenizer_json(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: change_json(folder / "tokenizer.json", lambda spec: spec.update(changes))
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def another_pattern(folder: Path) -> None:
+    def change(spec: dict) -> None:
+        spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\s+"
+
+    change_json(folder / "tokenizer.json", change)
+
+
+TWO_IN_FRONT = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {
+        name: {"id": name, "ids": [i], "tokens": [name]}
+        for i, name in ((1, "<|im_start|>"), (2, "<|im_end|>"))
+    },
+}
+UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]]}
+"""llama.cpp has no bytes to fall back on there: a rare character would become <unk>."""
+PIPES = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"]
+REFUSED: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "pattern": ("bytelevel-bpe", another_pattern, r"tokenizer\.json: expected"),
+    "normalizer": (
+        "bytelevel-bpe",
+        tokenizer_json(normalizer={"type": "Lowercase"}),
+        r"tokenizer\.json: expected",
+    ),
+    "two in front": (
+        "bytelevel-bpe",
+        tokenizer_json(post_processor=TWO_IN_FRONT),
+        r"tokenizer\.json: expected",
+    ),
+    "unigram": ("sentencepiece-bpe", tokenizer_json(model=UNIGRAM), "found 'Unigram'"),
+    "no scores": (
+        "sentencepiece-bpe",
+        lambda folder: (folder / "tokenizer.model").unlink(),
+        r"tokenizer\.model: expected",
+    ),
+    **{
+        f"pipe {name}": ("sentencepiece-bpe", pipe(name), f"{name}: expected .*, found: no plain file")
+        for name in PIPES
+    },
+}
+"""name: kind of tokenizer, what is done to its folder, and what is said of it."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_tokenizer_that_llama_cpp_lacks_is_refused(tmp_path, tokenizers, name):
+    kind, change, message = REFUSED[name]
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers[kind])
+    change(weights)
+    with pytest.raises(DataError, match=message) as caught:
         write_gguf(weights, tmp_path / "model.gguf", "bf16")
     assert "\n" not in str(caught.value)
     assert [each.name for each in tmp_path.iterdir()] == ["weights"]
-
-
-def test_a_unigram_tokenizer_is_refused(tmp_path, tokenizers):
-    """llama.cpp has no bytes to fall back on there: a rare character would become <unk>."""
-    weights = write_weights(tmp_path / "weights", BASE, tokenizers["sentencepiece-bpe"])
-    change_json(
-        weights / "tokenizer.json",
-        lambda spec: spec.update(
-            model={"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]]}
-        ),
-    )
-    with pytest.raises(DataError, match="found 'Unigram'"):
-        write_gguf(weights, tmp_path / "model.gguf", "bf16")
-
-
-def test_a_sentencepiece_folder_without_its_scores_is_refused(tmp_path, tokenizers):
-    weights = write_weights(tmp_path / "weights", BASE, tokenizers["sentencepiece-bpe"])
-    (weights / "tokenizer.model").unlink()
-    with pytest.raises(DataError, match=r"tokenizer\.model: expected"):
-        write_gguf(weights, tmp_path / "model.gguf", "bf16")
 
 
 def test_odd_texts_of_a_tokenizers_configuration_and_of_a_path_are_written(tmp_path, tokenizers):
@@ -376,19 +375,6 @@ def test_odd_texts_of_a_tokenizers_configuration_and_of_a_path_are_written(tmp_p
     assert fields["tokenizer.chat_template"].contents() == "a?"
     assert fields["general.name"].contents() == "?"
     assert "tokenizer.ggml.unknown_token_id" not in fields
-
-
-@pytest.mark.parametrize(
-    "name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"]
-)
-def test_a_pipe_in_place_of_a_tokenizers_file_is_not_waited_for(tmp_path, tokenizers, name):
-    weights = write_weights(tmp_path / "weights", BASE, tokenizers["sentencepiece-bpe"])
-    (weights / name).unlink()
-    os.mkfifo(weights / name)
-    with pytest.raises(DataError, match=f"{name}: expected .*, found: no plain file") as caught:
-        write_gguf(weights, tmp_path / "model.gguf", "bf16")
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "model.gguf").exists()
 
 
 def test_a_vocabulary_that_only_the_config_has_takes_no_memory(tmp_path, tokenizers):

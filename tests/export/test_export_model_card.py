@@ -75,14 +75,8 @@ def test_it_describes_model_data_training_and_evaluation():
         'AutoModelForCausalLM.from_pretrained(".")',
     ):
         assert expected in card, expected
-
-
-def test_it_gives_the_learning_rates_of_muon_and_the_ema_decay():
-    optimizer = OptimizerConfig(name="muon", learning_rate=5e-3, muon_learning_rate=0.03, ema_decay=0.99)
-    card = model_card(dataclasses.replace(FACTS, config=dataclasses.replace(CONFIG, optimizer=optimizer)))
-    assert "| Optimizer | muon, learning rate 0.03, and 0.005 of AdamW for what is no map |" in card
-    assert "| Weights | bf16, of the parameters averaged over steps (decay 0.99) |" in card
-    assert "averaged" not in model_card(FACTS).split("## Settings")[0]
+    assert "averaged" not in card.split("## Settings")[0]
+    assert "vLLM" not in card
 
 
 def test_hubs_find_library_and_task_and_no_license_that_nobody_chose():
@@ -93,20 +87,54 @@ def test_hubs_find_library_and_task_and_no_license_that_nobody_chose():
     assert "license" not in header
 
 
-def test_a_model_that_transformers_does_not_know_is_not_sent_there():
-    model = dataclasses.replace(MODEL, router_bias_update_rate=0.01)
-    card = model_card(dataclasses.replace(FACTS, config=dataclasses.replace(CONFIG, model=model)))
-    assert front_matter(card)["library_name"] == "llm_pretrain"
-    assert "from_pretrained" not in card
+def model(**changes: Any) -> dict[str, Any]:
+    return {"config": dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, **changes))}
 
 
-def test_an_activation_that_readers_lack_is_named_and_not_sent_to_llama_cpp():
-    model = dataclasses.replace(MODEL, hidden_act="relu2")
-    card = model_card(dataclasses.replace(FACTS, config=dataclasses.replace(CONFIG, model=model)))
-    assert "--to gguf" not in card
-    assert "The activation is `relu2`; vLLM and mlx-lm refuse it, or compute SiLU instead." in card
-    assert 'AutoModelForCausalLM.from_pretrained(".")' in card
-    assert "vLLM" not in model_card(FACTS)
+MUON = OptimizerConfig(name="muon", learning_rate=5e-3, muon_learning_rate=0.03, ema_decay=0.99)
+OPENS = 'AutoModelForCausalLM.from_pretrained(".")'
+CHANGES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "muon": (
+        {"config": dataclasses.replace(CONFIG, optimizer=MUON)},
+        [
+            "| Optimizer | muon, learning rate 0.03, and 0.005 of AdamW for what is no map |",
+            "| Weights | bf16, of the parameters averaged over steps (decay 0.99) |",
+        ],
+        [],
+    ),
+    "unknown to transformers": (
+        model(router_bias_update_rate=0.01),
+        ["library_name: llm_pretrain\n"],
+        ["from_pretrained"],
+    ),
+    "activation": (
+        model(hidden_act="relu2"),
+        ["The activation is `relu2`; vLLM and mlx-lm refuse it, or compute SiLU instead.", OPENS],
+        ["--to gguf"],
+    ),
+    "started from weights": (
+        model(init_from="/models/Some-0.6B/"),
+        ["It started from the weights `Some-0.6B`, was trained on the data above, and nobody"],
+        ["nothing else"],
+    ),
+    "started from nothing": (
+        model(init_from=None),
+        ["It was trained on the data above and nothing else, and nobody"],
+        ["It started from"],
+    ),
+    "without a template": ({"has_chat_template": False}, [], ["llm-pretrain chat"]),
+    "without an evaluation": ({"evaluation": {}, "evaluation_step": None}, ["None was made."], []),
+    "a bar in a name": ({"sources": [ModelCardSource("a|b", 1, 1, 1)]}, ["| a\\|b | 100.0% | 1 | 1 |"], []),
+}
+"""name: facts that differ, what the card then has, and what it has not."""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_facts_make_another_card(name: str):
+    changes, present, absent = CHANGES[name]
+    card = model_card(dataclasses.replace(FACTS, **changes))
+    assert [text for text in present if text not in card] == []
+    assert [text for text in absent if text in card.split("## Settings")[0]] == []
 
 
 def test_it_has_no_path_of_the_machine_and_its_settings_load():
@@ -119,35 +147,3 @@ def test_it_has_no_path_of_the_machine_and_its_settings_load():
     assert config.data.sources[1].store == "stores/code"
     assert config.evaluation.sample_prompts == ["/* a comment"]
     assert config.training == CONFIG.training
-
-
-def limits(model: ModelConfig) -> str:
-    card = model_card(dataclasses.replace(FACTS, config=dataclasses.replace(CONFIG, model=model)))
-    return card.split("## Limits")[1].split("## Settings")[0]
-
-
-def test_it_names_the_weights_that_training_started_from():
-    started = limits(dataclasses.replace(MODEL, init_from="/models/Some-0.6B/"))
-    assert "It started from the weights `Some-0.6B`, was trained on the data above, and nobody" in started
-    assert "nothing else" not in started
-    assert "It was trained on the data above and nothing else, and nobody" in limits(MODEL)
-
-
-def test_the_same_facts_make_the_same_card():
-    assert model_card(FACTS) == model_card(dataclasses.replace(FACTS))
-
-
-@pytest.mark.parametrize(("chat", "found"), [(True, True), (False, False)])
-def test_chat_is_offered_where_there_is_a_template(chat, found):
-    card = model_card(dataclasses.replace(FACTS, has_chat_template=chat))
-    assert ("llm-pretrain chat" in card) == found
-
-
-def test_without_an_evaluation_it_states_that():
-    card = model_card(dataclasses.replace(FACTS, evaluation={}, evaluation_step=None))
-    assert "None was made." in card
-
-
-def test_a_bar_in_a_name_does_not_break_a_table():
-    source = ModelCardSource("a|b", 1, 1, 1)
-    assert "| a\\|b | 100.0% | 1 | 1 |" in model_card(dataclasses.replace(FACTS, sources=[source]))

@@ -95,10 +95,7 @@ def test_a_fault_that_goes_away_is_on_record(
     folder = tmp_path / "run"
     sound = launch(launcher, 2, tmp_path / "sound", [*options, *CHECKED])
     assert losses(finished) == losses(sound)
-    assert checks(finished) == {
-        **dict.fromkeys((3, 4, 8), "passed"),
-        6: "transient",
-    }
+    assert checks(finished) == {**dict.fromkeys((3, 4, 8), "passed"), 6: "transient"}
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["checked"]) == ("finished", 8)
     assert [(fault["step"], fault["ranks"], fault["transient"]) for fault in status["faults"]] == [

@@ -31,20 +31,7 @@ from support.crash_checks import (
     small_options,
 )
 from support.crash_probe import CrashProbe
-from support.faulty_io import (
-    CUTS,
-    HOW,
-    Call,
-    Disk,
-    Fault,
-    Tree,
-    change_tree,
-    read_journal,
-    read_tree,
-    write_tree,
-)
-from support.interrupting import assert_exact, newest_checkpoint
-from support.launching import launch
+from support.faulty_io import CUTS, Call, Disk, Fault, Tree, change_tree, read_journal, read_tree, write_tree
 
 from llm_pretrain.__main__ import main
 
@@ -155,59 +142,16 @@ def kill_points(calls: list[Call], world_size: int) -> list[tuple[int, str, int,
     return points if world_size > 1 else [*points, (last.rank, "after", last.number, last.kind)]
 
 
-def check_kills(
-    scenario: Scenario,
-    probe: CrashProbe,
-    folder: Path,
-    points: list[tuple[int, str, int, str]],
-    only: str = "",
-) -> float:
-    """Kill a rank at each point and go on from there; returns the longest that another rank outlived it."""
-    longest = 0.0
-    for rank, how, number, kind in points:
-        root = folder / "killed"
-        shutil.rmtree(root, ignore_errors=True)
-        ends = run(scenario, probe, root, {rank: Fault(how, number, only=only)})
-        where = f"{scenario.name}: rank {rank} killed {how} call {number}, {kind}"
-        assert ends[rank].exit_code == -9, f"{where} did not happen:\n{ends[rank].output[-2000:]}"
-        for other, end in enumerate(ends):
-            assert other == rank or end.exit_code > 0, f"{where}: rank {other} ended with {end.exit_code}"
-            longest = max(longest, end.seconds)
-        try:
-            check_continued(scenario, probe, root)
-        except Exception as error:
-            raise AssertionError(f"{where}: {error}") from error
-    assert longest < SURVIVOR_SECONDS
-    return longest
-
-
-FAULTS = "support.process_faults"
-MISTAKES: dict[str, tuple[str, list[str]]] = {
-    "tensors are not synced": (f"{FAULTS}:without_fsync", [r"/checkpoints/.*\.safetensors"]),
-    "the manifest is not synced": (f"{FAULTS}:without_fsync", [r"manifest\.json"]),
-    "the manifest is not last": (f"{FAULTS}:write_manifest_late", []),
-    "the folder is not synced before it gets its name": (
-        f"{FAULTS}:without_fsync",
-        [r"/\.step-\d+\.tmp-[0-9a-f]+$"],
-    ),
-    "the old one goes before the new one has its name": (f"{FAULTS}:delete_before_replacing", []),
-    "old ones are deleted under their own names": (f"{FAULTS}:delete_under_own_names", []),
-    "old ones are deleted before their new names are safe": (f"{FAULTS}:without_fsync_of_retired", []),
-    "old ones go first": (f"{FAULTS}:prune_first", []),
-    "what lies beside the weights is not synced": (
-        f"{FAULTS}:without_fsync",
-        [r"/weights/\.[^/]+/(?!model\.safetensors)[^/]+$"],
-    ),
-    "rows are not synced": (f"{FAULTS}:without_fsync", [r"/metrics\.jsonl$"]),
-    "status.json is not synced": (f"{FAULTS}:without_fsync", [r"status\.json"]),
-    "config.yaml is written in place": (f"{FAULTS}:write_config_in_place", []),
+LATE_MANIFEST = "the manifest is not last"
+NOT_SYNCED = {
+    "tensors": r"/checkpoints/.*\.safetensors",
+    "the manifest": r"manifest\.json",
+    "the folder before it gets its name": r"/\.step-\d+\.tmp-[0-9a-f]+$",
+    "what lies beside the weights": r"/weights/\.[^/]+/(?!model\.safetensors)[^/]+$",
+    "rows": r"/metrics\.jsonl$",
+    "status.json": r"status\.json",
 }
 """What the enumeration must notice."""
-
-QUICK = {"tensors are not synced", "the manifest is not last", "rows are not synced"}
-
-UNSEEN_GOING_ON = {"rows are not synced"}
-"""What only a run from its start shows: an attempt before has written the rows already."""
 
 
 def test_a_power_cut_after_any_call_leaves_what_was_saved(alone, probe, tmp_path):
@@ -222,23 +166,18 @@ def test_a_power_cut_after_any_call_leaves_what_was_saved(alone, probe, tmp_path
     assert failures_of_cuts(scenario, root, calls) == {}
 
 
-@pytest.mark.slow
-def test_a_kill_now_and_then_loses_nothing(alone, probe, tmp_path):
-    """One process; every few of the points that the slow test takes all of."""
-    scenario = alone
-    _, calls = journal_of(scenario, probe, tmp_path)
-    points = kill_points(calls, 1)
-    assert len(points) > 200
-    check_kills(scenario, probe, tmp_path, points[3::24])
-
-
 @pytest.mark.parametrize(
-    "mistake", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MISTAKES]
+    "mistake", [LATE_MANIFEST, *(pytest.param(name, marks=pytest.mark.slow) for name in NOT_SYNCED)]
 )
 def test_a_mistake_in_the_protocol_is_noticed(scenarios, probe, tmp_path, mistake):
-    scenario = scenarios("torchrun", 1)[mistake not in UNSEEN_GOING_ON]
+    scenario = scenarios("torchrun", 1)[
+        mistake != "rows"
+    ]  # an attempt before would have written them already
     root, file = tmp_path / "run", tmp_path / "journal"
-    ends = run(scenario, probe, root, {}, file, before=[MISTAKES[mistake]])
+    name, arguments = "write_manifest_late", []
+    if mistake != LATE_MANIFEST:
+        name, arguments = "without_fsync", [NOT_SYNCED[mistake]]
+    ends = run(scenario, probe, root, {}, file, before=[(f"support.process_faults:{name}", arguments)])
     assert {end.exit_code for end in ends} == {0}, ends[0].output
     assert failures_of_cuts(scenario, root, read_journal(file), first=True)
 
@@ -311,8 +250,21 @@ def test_every_kill(scenarios, probe, tmp_path, launcher, size, mode, from_start
     points = kill_points(calls, size)[:: EVERY[launcher]]
     assert {rank for rank, *_ in points} == set(range(size))
     assert {how for _, how, *_ in points} >= {"before", "half"}
-    longest = check_kills(scenario, probe, tmp_path, points, only)
-    print(f"{scenario.name}: {len(calls)} calls, survivors ended within {longest:.2f} s")
+    longest = 0.0
+    for rank, how, number, kind in points:
+        root = tmp_path / "killed"
+        shutil.rmtree(root, ignore_errors=True)
+        ends = run(scenario, probe, root, {rank: Fault(how, number, only=only)})
+        where = f"{scenario.name}: rank {rank} killed {how} call {number}, {kind}"
+        assert ends[rank].exit_code == -9, f"{where} did not happen:\n{ends[rank].output[-2000:]}"
+        for other, end in enumerate(ends):
+            assert other == rank or end.exit_code > 0, f"{where}: rank {other} ended with {end.exit_code}"
+            longest = max(longest, end.seconds)
+        try:
+            check_continued(scenario, probe, root)
+        except Exception as error:
+            raise AssertionError(f"{where}: {error}") from error
+    assert longest < SURVIVOR_SECONDS
 
 
 @pytest.mark.slow
@@ -323,23 +275,8 @@ def test_every_refusal(scenarios, probe, tmp_path, launcher, size, mode, error):
     scenario = scenarios(launcher, size, mode)[1]
     only = SAVES if mode else ""
     _, calls = journal_of(scenario, probe, tmp_path, only)
-    counted = [call for call in calls if call.number >= 0]
-    check_refusals(scenario, probe, tmp_path, counted[:: EVERY[launcher]], error, only)
-
-
-@pytest.mark.slow
-def test_a_refusal_now_and_then_loses_nothing(alone, probe, tmp_path):
-    """One process, I/O errors; every few of the calls that the slow test takes all of."""
-    _, calls = journal_of(alone, probe, tmp_path)
-    check_refusals(alone, probe, tmp_path, calls[5::31], errno.EIO)
-
-
-def check_refusals(
-    scenario: Scenario, probe: CrashProbe, folder: Path, calls: list[Call], error: int, only: str = ""
-) -> None:
-    """Refuse each call in turn, once."""
-    for call in calls:
-        root = folder / "refused"
+    for call in [call for call in calls if call.number >= 0][:: EVERY[launcher]]:
+        root = tmp_path / "refused"
         shutil.rmtree(root, ignore_errors=True)
         ends = run(scenario, probe, root, {call.rank: Fault("refuse", call.number, error, only=only)})
         where = f"{scenario.name}: rank {call.rank} refused call {call.number}, {call.kind}"
@@ -359,44 +296,3 @@ def check_refusals(
                 check_continued(scenario, probe, root)
         except Exception as failure:
             raise AssertionError(f"{where}: {failure}\n{output[-3000:]}") from failure
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [[], ASYNC], ids=["sync", "async"])
-@pytest.mark.parametrize(
-    ("rank", "how", "only"),
-    [
-        (0, "before", "rename:.step-00000008.tmp-"),
-        (0, "after", "rename:.step-00000008.tmp-"),
-        (0, "half", "write:manifest.json"),
-        (1, "half", "write:shard-00002"),
-        (1, "before", "fsync:shard-00002"),
-        (0, "before", "unlink:.old-"),
-    ],
-)
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_a_launched_run_killed_in_a_save_goes_on(
-    launcher, rank, how, only, mode, options, undisturbed, probe, tmp_path
-):
-    """The public commands: the launcher ends with an error, and the same command comes to the same end."""
-    folder, journal = tmp_path / "run", tmp_path / "journal"
-    fault = Fault(how, 0, only=only)
-    finished = launch(
-        launcher,
-        2,
-        folder,
-        [*options, *mode],
-        exit_code=None,
-        variables=fault.environment(probe.library, folder, journal, rank),
-        real=True,  # the library is loaded with the interpreter
-    )
-    assert finished.exit_code != 0
-    assert [(call.rank, call.outcome) for call in read_journal(journal) if call.outcome in HOW] == [
-        (rank, how)
-    ]
-    before = newest_checkpoint(folder) if list((folder / "checkpoints").glob("step-*")) else 0
-    again = launch(launcher, 2, folder, [*options, *mode])
-    assert again.attempts[-1]["step"] == before
-    assert "damaged" not in again.output
-    assert_exact(again, undisturbed)
-    assert list(folder.glob("*/.*")) == []

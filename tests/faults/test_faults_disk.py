@@ -1,16 +1,6 @@
 """Disks that are full, too small for a file, broken or read-only: one line, nothing lost, exact afterwards.
 
-| fault | what comes of it |
-|---|---|
-| full disk in a periodic save | warning, training goes on; 74 after three in a row; older ones intact |
-| space comes back | the next save passes, nothing is lost |
-| a limit on the size of files | as a full disk |
-| I/O error in fsync or rename | as a full disk |
-| folder that cannot be written | 73, before anything is done |
-| full disk at metrics, status, attempts | 73 or 74, the file named |
-| full disk at report.html | a warning |
-
-The quick tests run the script's `main` in a fork, the slow ones the public commands on both launchers.
+Most tests run the script's `main` in a fork, the last one the public commands on both launchers.
 """
 
 from __future__ import annotations
@@ -18,12 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.corpora import make_store
@@ -173,100 +161,60 @@ def test_two_failed_saves_and_room_again_lose_nothing(probe, small, oracle, tmp_
     check_same_end(tmp_path / "run", oracle)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("only", ["create:shard-", "fsync:shard-", "rename:checkpoints/.step-"])
-def test_a_disk_that_breaks_for_good_stops_the_run(probe, small, oracle, tmp_path, only):
-    folder = tmp_path / "run"
-    fault = Fault("refuse", 2, errno.EIO, times=-1, only=only)
-    (end,) = probe.train(folder, small, faults={0: fault})
-    assert end.exit_code == 74, end.output
-    check_stopped(folder, end.output, "Input/output error", step=5)
-    assert sound_steps(folder) == [1, 2]
-    (end,) = probe.train(folder, small)
-    assert end.exit_code == 0, end.output
-    check_same_end(folder, oracle)
+def refused(only: str, at: int = 2, error: int = errno.ENOSPC, times: int = -1) -> dict[str, Any]:
+    return {"faults": {0: Fault("refuse", at, error, times=times, only=only)}}
 
 
-def test_a_failure_of_the_last_save_is_an_error_at_once(probe, small, oracle, tmp_path):
-    folder = tmp_path / "run"
-    fault = Fault("refuse", STEPS - 1, errno.ENOSPC, only="fsync:shard-")
-    (end,) = probe.train(folder, small, faults={0: fault})
-    assert end.exit_code == 74, end.output
-    assert sound_steps(folder) == [STEPS - 2, STEPS - 1]
-    assert Finished(0, "", folder).status["exit_code"] == 74
-    (end,) = probe.train(folder, small)
-    assert end.exit_code == 0, end.output
-    check_same_end(folder, oracle)
+FULL, BROKEN = "No space left on device", "Input/output error"
+STOPS: dict[str, tuple[dict[str, Any], set[int], str, list[int] | None]] = {
+    "last save": (refused("fsync:shard-", STEPS - 1, times=1), {74}, FULL, [STEPS - 2, STEPS - 1]),
+    "create breaks": (refused("create:shard-", error=errno.EIO), {74}, BROKEN, [1, 2]),
+    "fsync breaks": (refused("fsync:shard-", error=errno.EIO), {74}, BROKEN, [1, 2]),
+    "rename breaks": (refused("rename:checkpoints/.step-", error=errno.EIO), {74}, BROKEN, [1, 2]),
+    "limit on files": ({"file_size": 50_000}, {74}, "File too large", []),
+    "read-only": (refused("", 60, errno.EROFS), {73, 74}, "Read-only file system", None),
+    "metrics.jsonl": (refused("write:metrics.jsonl", 1), {73}, FULL, None),
+    "attempts.jsonl": (refused("write:attempts.jsonl", 0), {73}, FULL, None),
+    "config.yaml": (refused("write:config.yaml", 0), {73, 74}, FULL, None),
+    "status.json": (refused("write:status.json", 1), {73, 74}, FULL, None),
+}
+"""name: the fault, the exit code, the reason, and the steps saved before it, where saves alone fail."""
 
 
-@pytest.mark.slow
-def test_a_disk_that_turns_read_only_stops_the_run(probe, small, oracle, tmp_path):
-    """From the second save on every change is refused, also of status.json; the line is the same."""
-    folder = tmp_path / "run"
-    (end,) = probe.train(folder, small, faults={0: Fault("refuse", 60, errno.EROFS, times=-1)})
-    assert end.exit_code in (73, 74), end.output
-    (error,) = lines(end.output, "error: ")
-    assert "Read-only file system" in error
-    assert str(folder) in error
-    assert "Traceback" not in end.output
-    (end,) = probe.train(folder, small)
-    assert end.exit_code == 0, end.output
-    check_same_end(folder, oracle)
-
-
-@pytest.mark.slow
-def test_a_limit_on_the_size_of_files(probe, small, oracle, tmp_path):
-    """The signal that comes with it does not kill; smaller files are still written."""
-    folder = tmp_path / "run"
-    (end,) = probe.train(folder, small, file_size=50_000)
-    assert end.exit_code == 74, end.output
-    check_stopped(folder, end.output, "File too large", step=MAX_FAILED_SAVES)
-    assert committed_folders(folder / "checkpoints") == {}
-    (end,) = probe.train(folder, small)
-    assert end.exit_code == 0, end.output
-    check_same_end(folder, oracle)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("file", "codes"),
-    [
-        ("metrics.jsonl", {73}),
-        ("attempts.jsonl", {73}),
-        ("config.yaml", {73, 74}),
-        ("status.json", {73, 74}),
-        ("report.html", {0}),
-    ],
+    "name", [pytest.param(name, marks=[] if name == "last save" else pytest.mark.slow) for name in STOPS]
 )
-def test_a_full_disk_at_a_small_file_is_one_line(probe, small, oracle, tmp_path, file, codes):
+def test_a_disk_that_fails_stops_the_run_in_one_line_and_the_same_command_ends_it(
+    probe, small, oracle, tmp_path, name
+):
+    """A failure of the last save at once, of others after the third; the signal of a limit does not kill."""
+    fault, codes, reason, saved = STOPS[name]
     folder = tmp_path / "run"
-    options = [*small, "--logging.report", "true"]
-    at = 1 if file in ("metrics.jsonl", "status.json") else 0
-    fault = Fault("refuse", at, errno.ENOSPC, times=-1, only=f"write:{file}")
-    (end,) = probe.train(folder, options, faults={0: fault})
+    (end,) = probe.train(folder, small, **fault)
     assert end.exit_code in codes, end.output
     assert "Traceback" not in end.output
-    (line,) = lines(end.output, "warning: no report" if codes == {0} else "error: ")
-    assert file in line
-    assert "No space left on device" in line
-    assert not list(folder.glob(".*.tmp-*"))
+    (error,) = lines(end.output, "error: ")
+    assert reason in error
+    assert str(folder) in error
+    assert not name.endswith((".jsonl", ".yaml", ".json")) or name in error
+    if saved is not None:
+        assert sound_steps(folder) == saved
+    if saved in ([], [1, 2]):
+        check_stopped(folder, end.output, reason, step=len(saved) + MAX_FAILED_SAVES)
     (end,) = probe.train(folder, small)
     assert end.exit_code == 0, end.output
     check_same_end(folder, oracle)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="no setpriv")
-def test_a_folder_without_the_right_to_write_is_refused(small, oracle, tmp_path):
-    """The public command; nothing is left behind."""
-    (tmp_path / "locked").mkdir(mode=0o555)
-    drop = "-dac_override,-dac_read_search"
-    prefix = ["setpriv", f"--bounding-set={drop}", f"--inh-caps={drop}"] if os.geteuid() == 0 else []
-    finished = launch("torchrun", 1, tmp_path / "locked" / "run", [*small], exit_code=73, prefix=prefix)
-    (error,) = lines(finished.output, "error: ")
-    assert "Permission denied" in error
-    assert str(tmp_path / "locked" / "run") in error
-    assert list((tmp_path / "locked").iterdir()) == []
+def test_a_full_disk_at_the_report_is_a_warning(probe, small, oracle, tmp_path):
+    options = [*small, "--logging.report", "true"]
+    (end,) = probe.train(tmp_path / "run", options, **refused("write:report.html", 0))
+    assert end.exit_code == 0, end.output
+    (line,) = lines(end.output, "warning: no report")
+    assert "report.html" in line
+    assert FULL in line
+    check_same_end(tmp_path / "run", oracle)
 
 
 @pytest.mark.slow
@@ -294,73 +242,3 @@ def test_a_launched_run_on_a_full_disk(launcher, mode, options, undisturbed, dis
     assert sound_steps(folder) == [4, 8]
     resize(folder.parent, 2 * room_for_two(undisturbed.folder))
     assert_exact(launch(launcher, 2, folder, [*options, *mode]), undisturbed)
-
-
-@pytest.mark.slow
-@needs_mount
-@MODES
-@LAUNCHERS
-def test_a_launched_run_whose_disk_gets_room_again(launcher, mode, options, undisturbed, disk):
-    """Somebody deletes something after the first failed save: the run ends as if nothing had been."""
-    folder = disk(room_for_two(undisturbed.folder)) / "run"
-
-    def make_room() -> None:
-        metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 300
-        while not (metrics.exists() and '"step": 13,' in metrics.read_text()):
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.01)
-        resize(folder.parent, 2 * room_for_two(undisturbed.folder))
-
-    helper = threading.Thread(target=make_room)
-    helper.start()
-    finished = launch(launcher, 2, folder, [*options, *mode])
-    helper.join()
-    assert len(finished.attempts) == 1
-    assert [line for line in lines(finished.output, "warning: ") if "No space left on device" in line]
-    assert_exact(finished, undisturbed)
-
-
-@pytest.mark.slow
-@MODES
-@LAUNCHERS
-def test_a_launched_run_with_a_limit_on_files(launcher, mode, options, undisturbed, tmp_path):
-    folder = tmp_path / "run"
-    failed = launch(
-        launcher, 2, folder, [*options, *mode], exit_code=None, prefix=["prlimit", "--fsize=200000"]
-    )
-    assert failed.exit_code != 0
-    check_stopped(folder, failed.output, "File too large", step=4 * MAX_FAILED_SAVES, later=2 * len(mode))
-    assert_exact(launch(launcher, 2, folder, [*options, *mode]), undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("strace"), reason="no strace to refuse system calls")
-@pytest.mark.parametrize("call", ["fsync", "rename"])
-@LAUNCHERS
-def test_a_launched_run_whose_system_calls_fail(launcher, call, options, undisturbed, tmp_path):
-    """Refused by the kernel's own interface, from about the second save on: no save passes any more."""
-    folder = tmp_path / "run"
-    trace = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", str(tmp_path / "trace"), "-e", f"trace={call}"]
-    after = {"fsync": 25, "rename": 8}[call]  # counted in each thread, so only saves in the main one
-    failed = launch(
-        launcher,
-        2,
-        folder,
-        options,
-        exit_code=None,
-        prefix=[*trace, "-e", f"inject={call}:error=EIO:when={after}+"],
-    )
-    assert failed.exit_code != 0
-    assert "INJECTED" in (tmp_path / "trace").read_text()
-    assert "Input/output error" in failed.output
-    assert sound_steps_without_leftovers(folder)
-    assert_exact(launch(launcher, 2, folder, options), undisturbed)
-
-
-def sound_steps_without_leftovers(folder: Path) -> list[int]:
-    """As `sound_steps`; a failed rename may also have kept what it was to clean away."""
-    committed = committed_folders(folder / "checkpoints")
-    for path in committed.values():
-        assert find_damage(path, read_manifest(path)) == []
-    return list(committed)

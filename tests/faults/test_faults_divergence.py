@@ -1,17 +1,8 @@
-"""Training that diverges: what is not finite moves no parameter and reaches no disk; spikes resume exactly.
-
-| fault | survived | what is lost |
-|---|---|---|
-| NaN or infinity in one rank's gradient or loss | all ranks skip that step | its batch |
-| the same at every step | ends as diverged, exit code 70 | steps since the last save, which is sound |
-| a learning rate that makes the loss explode | the same, or skipped | the same |
-| a spike, with each action, and kill -9 and a stop signal around it | the same bits | nothing |
-"""
+"""Training that diverges: what is not finite moves no parameter and reaches no disk; spikes resume alike."""
 
 from __future__ import annotations
 
 import signal
-import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,20 +11,19 @@ import torch
 from support.divergence_plan import CASES, SPOILT_STEP
 from support.interrupting import assert_exact, kill_at
 from support.launching import (
-    NO_REPORT,
     ROOT,
     Finished,
     assert_same_tensors,
     checkpoint_tensors,
-    environment,
-    finish,
     launch,
     launch_command,
+    run_options,
 )
 from support.once import once
 from support.poisoning import DATA_OPTIONS, POISONED, poisoned_store
 from support.rank_cases import Outcome, run_ranks
 from support.spoiling import KINDS, REASON
+from support.stopping import begin
 
 LAUNCHERS = ("torchrun", "accelerate")
 FIRST = POISONED[0]
@@ -93,17 +83,7 @@ def launch_spoilt(
 ) -> Finished:
     """Two processes of which one is spoilt from one step to another."""
     wrapper = [str(ROOT / "tests" / "support" / "spoiling.py"), launcher, kind, *map(str, steps)]
-    command = [*launch_command(launcher, 2)[:-1], *wrapper, *NO_REPORT]
-    process = subprocess.Popen(
-        [*command, "--run.output_dir", str(folder), *options],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    return finish(process, folder)
+    return begin([*launch_command(launcher, 2)[:-1], *wrapper], folder, options).finish()
 
 
 @pytest.mark.slow
@@ -148,17 +128,12 @@ def poison(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spiky(store: Path, action: str, *more: str) -> list[str]:
     """Options of a run whose data makes real spikes."""
-    return [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), *DATA_OPTIONS),
-        *("--data.sources", f"[{{store: {store}}}]", "--training.spike_action", action),
-        *("--model.router_bias_update_rate", "1e-3", "--model.hidden_dropout", "0.1"),
-        *("--optimizer.learning_rate", "3e-2", "--schedule.name", "constant"),
-        *("--checkpoint.save_steps", "4", "--evaluation.eval_steps", "0", "--logging.logging_steps", "1"),
-        *("--training.precision", "fp32", "--distributed.cpu_threads", "1", *more),
-    ]
+    settings = f"training.spike_action={action} model.router_bias_update_rate=1e-3 model.hidden_dropout=0.1 "
+    settings += "optimizer.learning_rate=3e-2 schedule.name=constant logging.logging_steps=1 "
+    settings += "checkpoint.save_steps=4 evaluation.eval_steps=0"
+    return run_options("tiny-moe", store, settings, *DATA_OPTIONS, *more)
 
 
-STRATEGY = {"ddp": (), "fsdp": ("--distributed.strategy", "fsdp")}
 SAVES = {"sync": (), "async": ("--checkpoint.async_save", "true")}
 
 
@@ -183,7 +158,9 @@ def test_a_spike_is_met_again_with_the_same_bits(action: str, saves: str, poison
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_sharded_run_goes_back_too(launcher: str, poison: Path, tmp_path: Path):
-    options = spiky(poison, "rollback", *STRATEGY["fsdp"], "--logging.parameters_sha256", "true")
+    options = spiky(
+        poison, "rollback", "--distributed.strategy", "fsdp", "--logging.parameters_sha256", "true"
+    )
     whole = launch(launcher, 2, tmp_path / "whole", options)
     digest = {step: row["train/parameters_sha256"] for step, row in whole.rows.items()}
     assert whole.rows[FIRST]["train/skipped"] == "rollback"

@@ -1,12 +1,4 @@
-"""A machine is lost for good, and another comes in its place: two agents of `torchrun --nnodes 1:2`.
-
-| fault | what happens |
-|---|---|
-| SIGKILL of an agent and its worker | the other agent goes on alone from the newest checkpoint |
-| a new agent comes | it is taken in after the running step, which is saved |
-| SIGKILL of the agent that keeps the store | the other agent ends; the same command continues |
-| the same, with the store elsewhere | the other agent goes on alone |
-"""
+"""A machine is lost for good, and another comes in its place: two agents of `torchrun --nnodes 1:2`."""
 
 from __future__ import annotations
 
@@ -17,26 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from support.fork_server import free_port
 from support.hanging import ranks_of
 from support.interrupting import assert_exact, newest_checkpoint, wait_for_step
-from support.launching import (
-    ACCELERATE_SCRIPT,
-    NO_REPORT,
-    ROOT,
-    TIMEOUT_SECONDS,
-    TORCHRUN_SCRIPT,
-    Finished,
-    environment,
-    finish,
-    kill_outright,
-)
+from support.launching import ACCELERATE_SCRIPT, ROOT, TORCHRUN_SCRIPT, Finished, kill_outright
+from support.stopping import Launch, begin, wait_until
 
 LOST_AT, STOPPED_AT = 6, 10
 """Rows at which the second agent is killed, and at which the worker that is left waits for a new one."""
@@ -48,52 +31,32 @@ AGREEING = ("data/batch_sha256", "train/loss_tokens", "train/tokens", "train/lea
 CLOSE = ("train/loss", "train/aux_loss", "train/z_loss", "train/router_z_loss")
 
 
-def agent_command(
-    port: int, folder: Path, options: list[str], script: Path = TORCHRUN_SCRIPT, store: str = ""
-) -> list[str]:
+def agent_command(port: int, script: Path = TORCHRUN_SCRIPT, store: str = "") -> list[str]:
     """What every machine starts; the first one keeps the agents' store unless `store` says otherwise."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1"),
         *("--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
         *("--rdzv-id", "elastic", "--rdzv-conf", f"last_call_timeout=5,keep_alive_interval=1{store}"),
-        *(str(script), *NO_REPORT, "--run.output_dir", str(folder), *options),
+        str(script),
     ]
 
 
 @contextmanager
-def agents(command: list[str]) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+def agents(command: list[str], folder: Path, options: list[str]) -> Iterator[Callable[[], Launch]]:
     """A function that starts an agent; whatever is left of them at the end is killed."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Launch] = []
 
-    def start() -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment() | OWN_STORE, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
-        started.append(process)
-        return process
+    def start() -> Launch:
+        started.append(begin(command, folder, options, **OWN_STORE))
+        return started[-1]
 
     try:
         yield start
     finally:
-        for process in started:
+        for process in (each.process for each in started):
             if process.poll() is None:
                 kill_outright(process)
             process.communicate()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
-def wait_until(what: str, process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not happened():
-        assert process.poll() is None, f"ended before {what}:\n{process.communicate()[0][-6000:]}"
-        assert time.monotonic() < deadline, f"not within {TIMEOUT_SECONDS} s: {what}"
-        time.sleep(0.01)
 
 
 def is_told_to_stop(worker: psutil.Process) -> bool:
@@ -117,22 +80,22 @@ def test_a_run_goes_on_without_a_lost_machine_and_takes_in_another(
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
     options = [*options, "--distributed.strategy", strategy]
-    with agents(agent_command(port, folder, options, script)) as start:
+    with agents(agent_command(port, script), folder, options) as start:
         first = start()
-        wait_until("its store answers", first, lambda: can_connect(port))
+        wait_until(first, lambda: can_connect(port), "its store answers")
         lost = start()
-        wait_for_step(first, folder, LOST_AT)
-        kill_outright(lost)
+        wait_for_step(first.process, folder, LOST_AT)
+        kill_outright(lost.process)
         saved = newest_checkpoint(folder)
-        wait_until("it goes on alone", first, lambda: attempts() == 2)
-        wait_for_step(first, folder, STOPPED_AT)
-        (worker,) = ranks_of(first).values()
+        wait_until(first, lambda: attempts() == 2, "it goes on alone")
+        wait_for_step(first.process, folder, STOPPED_AT)
+        (worker,) = ranks_of(first.process).values()
         worker.suspend()  # or it would be done before another agent has come
-        wait_until("it has stopped", first, lambda: worker.status() == psutil.STATUS_STOPPED)
+        wait_until(first, lambda: worker.status() == psutil.STATUS_STOPPED, "it has stopped")
         second = start()
-        wait_until("it is told of another machine", first, lambda: is_told_to_stop(worker))
+        wait_until(first, lambda: is_told_to_stop(worker), "it is told of another machine")
         worker.resume()
-        runs = [finish(each, folder) for each in (first, second)]
+        runs = [each.finish() for each in (first, second)]
     for run in runs:
         assert run.exit_code == 0, run.output[-6000:]
     check_equal_to(undisturbed, runs[0])
@@ -150,21 +113,21 @@ def test_a_run_whose_store_is_lost_ends_and_the_same_command_continues_it(
     options: list[str], undisturbed: Finished, tmp_path: Path
 ):
     folder, ports = tmp_path / "run", [free_port(), free_port()]
-    with agents(agent_command(ports[0], folder, options)) as start:
+    with agents(agent_command(ports[0]), folder, options) as start:
         first = start()
-        wait_until("its store answers", first, lambda: can_connect(ports[0]))
+        wait_until(first, lambda: can_connect(ports[0]), "its store answers")
         second = start()
-        wait_for_step(second, folder, LOST_AT)
-        kill_outright(first)
-        left = finish(second, folder)
+        wait_for_step(second.process, folder, LOST_AT)
+        kill_outright(first.process)
+        left = second.finish()
     saved = newest_checkpoint(folder)
     assert left.exit_code == 1, "torchrun's"
     assert len(left.attempts) == 1
     assert json.loads((folder / "status.json").read_text())["exit_code"] == 71
-    with agents(agent_command(ports[1], folder, options)) as start:
+    with agents(agent_command(ports[1]), folder, options) as start:
         first = start()
-        wait_until("its store answers", first, lambda: can_connect(ports[1]))
-        runs = [finish(each, folder) for each in (start(), first)]
+        wait_until(first, lambda: can_connect(ports[1]), "its store answers")
+        runs = [each.finish() for each in (start(), first)]
     assert [run.exit_code for run in runs] == [0, 0], runs[0].output[-6000:]
     assert [(each["world_size"], each["step"]) for each in runs[0].attempts] == [(2, 0), (2, saved)]
     assert_exact(runs[0], undisturbed)
@@ -175,15 +138,12 @@ def test_any_machine_may_be_lost_if_the_store_is_elsewhere(
     options: list[str], undisturbed: Finished, tmp_path: Path
 ):
     folder, port = tmp_path / "run", free_port()
-    with (
-        kept_store(port),
-        agents(agent_command(port, folder, options, store=",is_host=0")) as start,
-    ):
+    with kept_store(port), agents(agent_command(port, store=",is_host=0"), folder, options) as start:
         lost, left = start(), start()
-        wait_for_step(left, folder, LOST_AT)
-        kill_outright(lost)
+        wait_for_step(left.process, folder, LOST_AT)
+        kill_outright(lost.process)
         saved = newest_checkpoint(folder)
-        run = finish(left, folder)
+        run = left.finish()
     assert run.exit_code == 0, run.output[-6000:]
     assert [(each["world_size"], each["step"]) for each in run.attempts] == [(2, 0), (1, saved)]
     check_equal_to(undisturbed, run)

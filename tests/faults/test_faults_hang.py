@@ -1,33 +1,22 @@
-"""A rank that hangs or is gone: the run ends within its time-out, says where it stood, and continues exactly.
-
-| fault | what ends the run | exit code in status.json |
-|---|---|---|
-| a rank stopped (SIGSTOP) in a step or a save | the watchdogs of the other ranks | 71 |
-| a rank killed (SIGKILL) in a step or a save | the others' next collective | 71 |
-| one process alone: a data worker stopped, an evaluation that blocks | its own watchdog | 71 |
-| the same, with Python's lock held | faulthandler | 1, by the launcher |
-"""
+"""A rank that hangs or is gone: the run ends in time, says where it stood, and continues exactly."""
 
 from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 from support.broken_scripts import write_scripts
-from support.fork_server import python_path
+from support.fork_server import free_port, python_path
 from support.hanging import HANG_SECONDS, SLACK_SECONDS, WATCHED, disturb, disturb_save, unfinished
 from support.interrupting import assert_exact, check_continued, wait_for_step
 from support.launching import (
     ACCELERATE_SCRIPT,
-    NO_REPORT,
     TORCHRUN_SCRIPT,
     Finished,
     environment,
@@ -36,18 +25,13 @@ from support.launching import (
     launch,
     start,
 )
+from support.stopping import begin
 
 from llm_pretrain.launch.watchdog import GRACE_SECONDS
 
 LAUNCHERS = ("torchrun", "accelerate")
 STOP_STEP = 9
 PLACES = ("step", "save", "background save")
-
-
-def cases(quick: tuple[str, int, str]) -> list[object]:
-    """Both launchers x both ranks x every place; all but one are slow."""
-    every = [(launcher, rank, place) for launcher in LAUNCHERS for rank in (0, 1) for place in PLACES]
-    return [pytest.param(*case, marks=[] if case == quick else [pytest.mark.slow]) for case in every]
 
 
 def options_at(place: str, options: list[str]) -> list[str]:
@@ -61,12 +45,6 @@ def doing_at(place: str) -> str:
     save = r"saving step \d+"
     background = rf"({step}|{save}|waiting for the save in the background)"
     return {"step": rf"({step}|{save})", "save": save, "background save": background}[place]
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def disturbed(
@@ -100,57 +78,46 @@ def check_stacks(run: Finished, rank: int, where: str) -> None:
         assert re.search(rf'File ".*", line \d+ in {where}', text), text[-4000:]
 
 
-def check_continues(launcher: str, run: Finished, options: list[str], undisturbed: Finished) -> None:
-    """The same command goes on exactly, and clears away what a save had not finished."""
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["stop", "kill"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_is_stopped_or_killed_ends_the_run(
+    launcher: str,
+    rank: int,
+    place: str,
+    action: str,
+    options: list[str],
+    undisturbed: Finished,
+    tmp_path: Path,
+):
+    """The other one says so; the same command goes on exactly, and clears away what was not finished."""
+    options = options_at(place, options)
+    run = disturbed(launcher, rank, place, tmp_path / "run", options, action)
+    other, doing = 1 - rank, doing_at(place)
+    if action == "stop":
+        check_failed(
+            run, rf"rank {other}: no progress for 1\d s in {doing} \(distributed.timeout_seconds: 15\)"
+        )
+        check_stacks(run, other, "pretrain")
+        assert not (run.folder / f"stacks-rank{rank}.txt").exists(), "the stopped rank has no say"
+    else:
+        check_failed(
+            run, rf"rank {other}: lost the connection to another rank in {doing} \(.*\): that rank's"
+        )
+        assert "RuntimeError" not in run.output
+        assert not list(run.folder.glob("stacks-*"))
     check_continued(run.folder, lambda: launch(launcher, 2, run.folder, options))
     assert_exact(run, undisturbed)
     assert not unfinished(run.folder)
     assert run.status["state"] == "finished"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "rank", "place"), cases(("torchrun", 1, "step")))
-def test_a_stopped_rank_ends_the_run(
-    launcher: str, rank: int, place: str, options: list[str], undisturbed: Finished, tmp_path: Path
-):
-    options = options_at(place, options)
-    run = disturbed(launcher, rank, place, tmp_path / "run", options, "stop")
-    said = rf"rank {1 - rank}: no progress for 1\d s in {doing_at(place)} "
-    check_failed(run, said + r"\(distributed.timeout_seconds: 15\)")
-    check_stacks(run, 1 - rank, "pretrain")
-    assert not (run.folder / f"stacks-rank{rank}.txt").exists(), "the stopped rank has no say"
-    check_continues(launcher, run, options, undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "rank", "place"), cases(("torchrun", 0, "step")))
-def test_a_killed_rank_is_one_line_of_the_other(
-    launcher: str, rank: int, place: str, options: list[str], undisturbed: Finished, tmp_path: Path
-):
-    options = options_at(place, options)
-    run = disturbed(launcher, rank, place, tmp_path / "run", options, "kill")
-    said = rf"rank {1 - rank}: lost the connection to another rank in {doing_at(place)} \(.*\): that rank's"
-    check_failed(run, said)
-    assert "RuntimeError" not in run.output
-    assert not list(run.folder.glob("stacks-*"))
-    if (launcher, rank, place) != ("torchrun", 0, "step"):
-        check_continues(launcher, run, options, undisturbed)
-
-
-def start_alone(
-    script: Path, folder: Path, options: list[str], place: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
+def finish_alone(script: Path, folder: Path, options: list[str], **place: str) -> Finished:
     """One process of a script, or of a copy of it with the package beside it; a rank where it has a place."""
-    variables = environment() | {"PYTHONPATH": python_path(script.parent)} | dict(place or {})
-    return subprocess.Popen(
-        [sys.executable, str(script), *NO_REPORT, "--run.output_dir", str(folder), *options],
-        cwd=script.parent,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    variables = {"PYTHONPATH": python_path(script.parent)} | place
+    return begin((sys.executable, str(script)), folder, options, **variables).finish()
 
 
 EVALUATING = ("--evaluation.eval_steps", "6")
@@ -160,13 +127,22 @@ LOCKED = ("support.process_faults:locked_evaluation", [])
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_blocks_ends_a_run_on_one_process(options: list[str], tmp_path: Path):
-    script = write_scripts(tmp_path / "scripts", BLOCKED) / "train_pretrain.py"
-    folder = tmp_path / "run"
-    run = finish(start_alone(script, folder, [*options, *WATCHED, *EVALUATING]), folder)
-    assert run.exit_code == 71
-    check_failed(run, r"rank 0: no progress for 1\d s in the evaluation after step 0 ")
-    check_stacks(run, 0, "__call__")
+@pytest.mark.parametrize("mistake", [BLOCKED, LOCKED], ids=["blocked", "locked"])
+def test_an_evaluation_that_hangs_ends_a_run_on_one_process(
+    mistake: tuple[str, list], options: list[str], tmp_path: Path
+):
+    """Where Python's lock is held no thread of Python's can run: faulthandler's own leaves the stacks."""
+    script = write_scripts(tmp_path / "scripts", mistake) / "train_pretrain.py"
+    folder, began = tmp_path / "run", time.monotonic()
+    run = finish_alone(script, folder, [*options, *WATCHED, *EVALUATING])
+    assert time.monotonic() - began < HANG_SECONDS + GRACE_SECONDS + 2 * SLACK_SECONDS
+    if mistake == LOCKED:
+        assert run.exit_code == 1
+        assert re.search(r'File ".*evaluation.py", line \d+ in __call__', run.output), run.output[-3000:]
+    else:
+        assert run.exit_code == 71
+        check_failed(run, r"rank 0: no progress for 1\d s in the evaluation after step 0 ")
+        check_stacks(run, 0, "__call__")
 
 
 @pytest.mark.slow
@@ -199,17 +175,6 @@ def test_a_data_worker_that_is_stopped_ends_a_run_on_one_process(
 
 
 @pytest.mark.slow
-def test_a_hang_that_holds_pythons_lock_ends_too(options: list[str], tmp_path: Path):
-    """No thread of Python's can run; faulthandler's own leaves the stacks, and its exit code is 1."""
-    script = write_scripts(tmp_path / "scripts", LOCKED) / "train_pretrain.py"
-    folder, began = tmp_path / "run", time.monotonic()
-    run = finish(start_alone(script, folder, [*options, *WATCHED, *EVALUATING]), folder)
-    assert time.monotonic() - began < HANG_SECONDS + GRACE_SECONDS + 2 * SLACK_SECONDS
-    assert run.exit_code == 1
-    assert re.search(r'File ".*evaluation.py", line \d+ in __call__', run.output), run.output[-3000:]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("script", [TORCHRUN_SCRIPT, ACCELERATE_SCRIPT], ids=LAUNCHERS)
 def test_a_rank_that_hangs_while_ranks_meet_ends_the_others(script: Path, options: list[str], tmp_path: Path):
     """It comes to the meeting point and says no more; nothing is written, for no folder is anyone's yet."""
@@ -219,9 +184,9 @@ def test_a_rank_that_hangs_while_ranks_meet_ends_the_others(script: Path, option
         [sys.executable, "-c", f"import time; {join}; time.sleep(600)"], env=environment()
     )
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    place["MASTER_PORT"] = port
+    place["MASTER_PORT"] = str(port)
     try:
-        run = finish(start_alone(script, folder, [*options, *WATCHED], place), folder)
+        run = finish_alone(script, folder, [*options, *WATCHED], **place)
     finally:
         other.kill()
         other.wait()

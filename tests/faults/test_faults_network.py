@@ -1,10 +1,5 @@
 """Two machines with a network that is slow, loses frames, or is cut: two namespaces on this one.
 
-| fault | what happens | exit code in status.json |
-|---|---|---|
-| frames late, out of order, lost | nothing but waiting: the same bits | 0 |
-| both devices off, or a link that goes dead without a word | both machines end in time | 71 |
-
 The run's folder is on one file system, as a cluster's is. Needs root; skipped where that is missing.
 """
 
@@ -23,17 +18,8 @@ import psutil
 import pytest
 from support.hanging import HANG_SECONDS, LAUNCHER_WAITS_SECONDS, SLACK_SECONDS, WATCHED
 from support.interrupting import assert_exact, check_continued, newest_checkpoint, wait_for_step
-from support.launching import (
-    ACCELERATE_SCRIPT,
-    NO_REPORT,
-    ROOT,
-    TORCHRUN_SCRIPT,
-    Finished,
-    environment,
-    finish,
-    kill_outright,
-    launch,
-)
+from support.launching import ACCELERATE_SCRIPT, TORCHRUN_SCRIPT, Finished, finish, kill_outright, launch
+from support.stopping import begin
 
 from benchmarks.two_machines import ADDRESSES, Network, Quality, two_machines, why_not
 
@@ -78,17 +64,12 @@ def started(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Both machines' launchers; whatever is left of them at the end is killed."""
     processes = [
-        subprocess.Popen(
-            network.command(
-                machine, [*command(launcher, machine), *NO_REPORT, "--run.output_dir", str(folder), *options]
-            ),
-            cwd=ROOT,
-            env=environment() | {"GLOO_SOCKET_IFNAME": network.interfaces[machine]},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        begin(
+            network.command(machine, command(launcher, machine)),
+            folder,
+            options,
+            GLOO_SOCKET_IFNAME=network.interfaces[machine],
+        ).process
         for machine in (0, 1)
     ]
     try:

@@ -96,52 +96,38 @@ def rows_offline(folder: Path) -> int:
     return sum(path.read_bytes().count(b"train/loss_tokens") for path in files)
 
 
-def run_to_end(launch: Launch) -> tuple[Finished, float]:
-    finished = launch.finish()
-    ended = time.time()
-    assert finished.exit_code == 0, finished.output[-4000:]
-    assert finished.status["state"] == "finished"
-    assert "Traceback" not in finished.output, finished.output[-4000:]
-    nothing_left(launch)
-    return finished, ended
-
-
-@pytest.mark.slow
-def test_a_folder_that_wandb_cannot_have_costs_a_warning(
-    options: list[str], undisturbed_alone: Finished, tmp_path: Path
-):
-    """A file stands where its folder would be, which stops root as well."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "wandb").write_text("in the way")
-    (tmp_path / "home").mkdir()
-    wishes = [*options, "--logging.wandb_mode", "offline", "--logging.tensorboard", "true"]
-    launch = begin("python", folder, wishes, WANDB_API_KEY=KEY, HOME=str(tmp_path / "home"))
-    finished, ended = run_to_end(launch)
-    assert_exact(finished, undisturbed_alone)
-    check_held_up(finished, ended)
-    assert len(warnings_of(finished)) <= 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["python", "accelerate 1"])
-@pytest.mark.parametrize("name", SERVERS)
-def test_a_server_that_is_no_help(
+@pytest.mark.parametrize("name", [*SERVERS, "folder in the way"])
+def test_wandb_that_is_no_help_costs_a_warning(
     options: list[str], undisturbed_alone: Finished, tmp_path: Path, name: str, command: str
 ):
-    server, key = SERVERS[name]
-    (tmp_path / "home").mkdir()
+    """A file stands where its folder would be, which stops root as well; or a server is of no use."""
+    folder, home = tmp_path / "run", tmp_path / "home"
+    folder.mkdir()
+    home.mkdir()
+    offline = name not in SERVERS
+    server, key = SERVERS.get(name, (nobody, KEY))
+    if offline:
+        (folder / "wandb").write_text("in the way")
     with server() as url:
-        wishes = [*options, "--logging.wandb_mode", "online"]
-        variables = {"WANDB_BASE_URL": url, "WANDB_API_KEY": key, "HOME": str(tmp_path / "home")}
-        launch = begin(command, tmp_path / "run", wishes, **variables)
-        finished, ended = run_to_end(launch)
+        wishes = [*options, "--logging.wandb_mode", "offline" if offline else "online"]
+        variables = {"WANDB_BASE_URL": url, "WANDB_API_KEY": key, "HOME": str(home)}
+        launch = begin(command, folder, [*wishes, "--logging.tensorboard", str(offline).lower()], **variables)
+        finished = launch.finish()
+        ended = time.time()
+    assert finished.exit_code == 0, finished.output[-4000:]
+    assert "Traceback" not in finished.output, finished.output[-4000:]
+    nothing_left(launch)
     assert_exact(finished, undisturbed_alone)
     check_held_up(finished, ended)
-    (warning,) = warnings_of(finished)
-    assert "recorded offline" in warning
     assert KEY not in finished.output
-    assert rows_offline(launch.folder) >= len(undisturbed_alone.rows)
+    if offline:
+        assert len(warnings_of(finished)) <= 1
+    else:
+        (warning,) = warnings_of(finished)
+        assert "recorded offline" in warning
+        assert rows_offline(folder) >= len(undisturbed_alone.rows)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -196,20 +195,11 @@ def _after_heartbeats(act: Callable[[], object]) -> None:
 
 def without_fsync(pattern: str) -> None:
     """What matches `pattern` is never synced."""
-    _skip_fsync(lambda path: re.search(pattern, path) is not None)
-
-
-def without_fsync_of_retired() -> None:
-    """A folder is not synced while it holds a renamed one that is to be deleted."""
-    _skip_fsync(lambda path: os.path.isdir(path) and any(".old-" in name for name in os.listdir(path)))
-
-
-def _skip_fsync(skips: Callable[[str], bool]) -> None:
     fsync = os.fsync
 
     def sync(file: Any) -> None:
         number = file if isinstance(file, int) else file.fileno()
-        if not skips(os.readlink(f"/proc/self/fd/{number}")):
+        if not re.search(pattern, os.readlink(f"/proc/self/fd/{number}")):
             fsync(number)
 
     _patch.setattr(os, "fsync", sync)
@@ -227,50 +217,3 @@ def write_manifest_late() -> None:
 
     _substitute("write_manifest", lambda original, folder, *content: late.append(content))
     _substitute("commit_folder", commit_first)
-
-
-def delete_before_replacing() -> None:
-    """Where a name is taken, its folder is deleted before the new one has the name."""
-    _delete_instead_of_renaming(".replaced-")
-
-
-def delete_under_own_names() -> None:
-    """Old folders are deleted without being renamed."""
-    _delete_instead_of_renaming(".old-")
-
-
-def _delete_instead_of_renaming(mark: str) -> None:
-    rename = os.rename
-
-    def renamed(source: Any, target: Any, **options: Any) -> None:
-        if mark in os.path.basename(target):
-            shutil.rmtree(source)
-        else:
-            rename(source, target, **options)
-
-    _patch.setattr(os, "rename", renamed)
-
-
-def prune_first() -> None:
-    """Old checkpoints are deleted before the new one is written, all but one."""
-    prune = defined("prune")
-    _patch.setattr(sys.modules[prune.__module__], "MINIMUM_KEPT", 0)
-
-    def pruned(original: Callable[..., Path], parent: Path, step: int, token: str) -> Path:
-        if parent.name == "checkpoints":
-            prune(parent, newest=step, keep_last=1)
-        return original(parent, step, token)
-
-    _substitute("temporary_folder", pruned)
-
-
-def write_config_in_place() -> None:
-    """config.yaml is written over itself."""
-
-    def written(replace: Callable[..., None], path: Path, text: str, **options: Any) -> None:
-        if path.name == "config.yaml":
-            path.write_text(text)
-        else:
-            replace(path, text, **options)
-
-    _substitute("replace_text", written)
