@@ -34,13 +34,13 @@ _FLOAT = re.compile(
 )
 
 
-class YamlError(Exception):
+class YamlError(ValueError):
     """Text that is not YAML; `line` counts from 1, and is None if the parser names none."""
 
     def __init__(self, line: int | None, text: str):
         self.line = line
         self.text = text
-        super().__init__(text)
+        super().__init__(f"line {line}: {text}" if line else text)
 
 
 class _Reader(yaml.SafeLoader):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
+from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.files import read_json
 from llm_pretrain.runs.replays import read_replays
@@ -158,7 +158,7 @@ def _read_mapping(path: Path, parse: Callable[[Path], Any], problems: list[str])
         content = parse(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError, YamlError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {first_line(error)}")
         return {}
     return content if isinstance(content, Mapping) else {}

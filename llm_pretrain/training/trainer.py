@@ -17,7 +17,7 @@ import torch
 from llm_pretrain.checkpoints.manifest import ResumePoint, newest_run_id
 from llm_pretrain.config.loading import resolve_model, to_dict
 from llm_pretrain.config.tree import Config
-from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
+from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.data.assembly import Batch
 from llm_pretrain.data.loader import evaluation_batches, global_batches, open_stores, worker_errors
 from llm_pretrain.data.store import TokenStore
@@ -459,7 +459,7 @@ def config_diff(path: Path, config: Config) -> list[str]:
     """
     try:
         before = read_yaml_file(path)
-    except (OSError, ValueError, YamlError):
+    except (OSError, ValueError):
         return []
     lines = []
     for section, fields in to_dict(config).items():
