@@ -282,7 +282,7 @@ def parallelism(config: Config) -> ParallelismConfig | None:
     replicas, world_size = config.distributed.dp_replicate_size, int(os.environ.get("WORLD_SIZE", "1"))
     if replicas == 1 or world_size == 1 or not config.distributed.mesh(world_size).is_data_parallel:
         return None
-    shards = config.distributed.shard_size(world_size)
+    shards = config.distributed.mesh(world_size).dp_shard
     return ParallelismConfig(
         dp_replicate_size=replicas, dp_shard_size=shards, tp_size=1, cp_size=1, sp_size=1
     )
