@@ -66,9 +66,8 @@ from llm_pretrain.launch.checks import (
     check_world_size,
     preserved_environment,
 )
-from llm_pretrain.launch.peer_failure import collective_timeout
 from llm_pretrain.launch.process import exit_process, prepare_process, rendezvous_init_method, report_errors
-from llm_pretrain.launch.watchdog import hang_watchdog
+from llm_pretrain.launch.watchdog import collective_timeout, hang_watchdog
 from llm_pretrain.model.decoder import Decoder, DecoderOutput, full_precision_modules
 from llm_pretrain.training.engine import DDP_OPTIONS, Launcher, own_part, seed_dropout, warm_up_backward
 from llm_pretrain.training.step import Objective, Step

@@ -30,7 +30,7 @@ from llm_pretrain.files import flush_streams, prepare_streams
 from llm_pretrain.hardware import usable_cores
 from llm_pretrain.launch.checks import MASTER_VARIABLES, accelerate_launch_arguments, check_environment
 from llm_pretrain.launch.out_of_memory import explain_out_of_memory
-from llm_pretrain.launch.peer_failure import COLLECTIVE_TIMEOUTS, peer_failure
+from llm_pretrain.launch.watchdog import COLLECTIVE_TIMEOUTS, peer_failure
 from llm_pretrain.text import first_line, reason_of
 
 INTERRUPTED = 130

@@ -25,9 +25,8 @@ from llm_pretrain.distributed.collectives import any_rank, run_on_all_ranks, run
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, printable
 from llm_pretrain.export.hf_architectures import match_hf_architecture
 from llm_pretrain.launch.out_of_memory import check_memory, explain_out_of_memory
-from llm_pretrain.launch.peer_failure import peer_failure
 from llm_pretrain.launch.process import SignalHandler
-from llm_pretrain.launch.watchdog import heartbeat, report_hangs_to
+from llm_pretrain.launch.watchdog import heartbeat, peer_failure, report_hangs_to
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.moe import update_router_bias
 from llm_pretrain.model.sizes import count_parameters

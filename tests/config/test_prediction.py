@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from llm_pretrain.config.evaluation_config import EvaluationConfig, PredictedLoss
+from llm_pretrain.config.tree import EvaluationConfig, PredictedLoss
 
 CURVE = [PredictedLoss(10, 4.0, 3.8, 4.2), PredictedLoss(20, 3.0, 2.9, 3.3)]
 
