@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -58,12 +57,6 @@ class RunConfig:
             )
         if self.output_dir is not None and not self.output_dir.strip():
             yield f"run.output_dir: expected a folder, found {self.output_dir!r}"
-        elif (
-            self.output_dir is not None
-            and os.path.exists(self.output_dir)
-            and not os.path.isdir(self.output_dir)
-        ):
-            yield f"run.output_dir: expected a folder, found another thing at {self.output_dir!r}"
         elif f"{self.output_dir}/".startswith("~/"):  # else `rm -rf ~` would seem right
             yield f"run.output_dir: expected a path without ~ of the shell, found {self.output_dir!r}"
 
@@ -467,19 +460,6 @@ class LoggingConfig:
     report: bool = True
     parameters_sha256: bool = False
 
-    def check(self) -> Iterator[str]:
-        """One line for each impossible value, and for a missing package."""
-        if not re.fullmatch(r"[^/\\#?%:\s][^/\\#?%:\n]{0,127}", self.wandb_project):
-            yield (
-                "logging.wandb_project: expected at most 128 characters, none of /\\#?%:, "
-                f"found {self.wandb_project!r}"
-            )
-        if self.tensorboard and find_spec("tensorboard") is None:
-            yield (
-                "logging.tensorboard: expected the package tensorboard, found none; "
-                "pip install 'llm_pretrain[tensorboard]', or leave it off"
-            )
-
 
 @dataclass(frozen=True)
 class Config:
@@ -515,7 +495,6 @@ class Config:
         yield from self.training.check()
         yield from self.checkpoint.check()
         yield from self.evaluation.check()
-        yield from self.logging.check()
         yield from self.check_schedule()
         yield from self._check_lengths()
         yield from self._check_recovery()

@@ -25,8 +25,8 @@ from typing import Any, TextIO
 from llm_pretrain.config.loading import to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import printable
-from llm_pretrain.runs.rows import finite_number
-from llm_pretrain.text import duration, quantity, size_text
+from llm_pretrain.runs.rows import expert_summary, finite_number
+from llm_pretrain.text import duration, quantity, size_text, type_and_reason
 
 Row = Mapping[str, Any]
 
@@ -139,16 +139,13 @@ def _training_parts(row: Row) -> Iterator[str]:
 
 
 def _expert_parts(row: Row) -> Iterator[str]:
-    """Summary of the experts: largest load over mean load, number of dead experts, mean router entropy."""
-    layers = row.get("moe/load") or []
-    loads = [max(layer) * len(layer) / sum(layer) for layer in layers if layer and sum(layer) > 0]
-    loads = loads or _per_layer(row, "load_max")
-    if loads:
-        yield f"load {max(loads):.2f}x"
-    if dead := _per_layer(row, "dead_experts"):
-        yield f"dead {round(sum(dead))}"
-    if entropy := _per_layer(row, "router_entropy"):
-        yield f"entropy {sum(entropy) / len(entropy):.2f}"
+    found = expert_summary(row)
+    if "experts/load_max" in found:
+        yield f"load {found['experts/load_max']:.2f}x"
+    if "experts/dead" in found:
+        yield f"dead {found['experts/dead']:.0f}"
+    if "experts/entropy_mean" in found:
+        yield f"entropy {found['experts/entropy_mean']:.2f}"
 
 
 def _evaluation_parts(row: Row) -> Iterator[str]:
@@ -161,14 +158,6 @@ def _evaluation_parts(row: Row) -> Iterator[str]:
     for key, label in labels.items():
         if key in row:
             yield f"{label} {_number(row[key], '.2f' if key == 'eval/perplexity' else '.4f')}"
-
-
-def _per_layer(row: Row, name: str) -> list[float]:
-    return [
-        value
-        for key, value in row.items()
-        if key.startswith("moe/layer_") and key.endswith(f"/{name}") and finite_number(value) is not None
-    ]
 
 
 def _number(value: object, spec: str) -> str:
@@ -225,7 +214,7 @@ class Trackers:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry can delay the exit
             import wandb  # noqa: F401
         except Exception as error:
-            warn(f"wandb is left out: {_reason(error)}; logging.wandb_mode disabled silences this")
+            warn(f"wandb is left out: {type_and_reason(error)}; logging.wandb_mode disabled silences this")
             return
         self._wandb = _WandbThread(config, Path(run_folder), self.wandb_id, warn)
         self._wandb.start()
@@ -285,7 +274,9 @@ class _TensorBoard:
             yield
         except Exception as error:
             self._writer = None
-            self._warn(f"TensorBoard is left out from here on: {_reason(error)}; metrics.jsonl goes on")
+            self._warn(
+                f"TensorBoard is left out from here on: {type_and_reason(error)}; metrics.jsonl goes on"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,7 +315,7 @@ class _WandbThread(threading.Thread):
                 run.log(item)
             run.finish(exit_code=item.exit_code)
         except BaseException as error:  # training goes on without wandb whatever the error
-            self._give_up(_reason(error))
+            self._give_up(type_and_reason(error))
 
     def _give_up(self, reason: str) -> None:
         if not self._failed:
@@ -341,7 +332,7 @@ class _WandbThread(threading.Thread):
             if mode == "offline":
                 raise
             self._warn(
-                f"wandb is not reached: {_reason(error)}; the run is recorded offline in "
+                f"wandb is not reached: {type_and_reason(error)}; the run is recorded offline in "
                 f"{self._folder / 'wandb'}, for `wandb sync` to send later"
             )
             import wandb
@@ -394,8 +385,3 @@ def _recorded_exit_hooks(package: str, hooks: list[Callable[..., object]]) -> It
         yield
     finally:
         atexit.register = register
-
-
-def _reason(error: BaseException) -> str:
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

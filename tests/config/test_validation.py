@@ -108,7 +108,6 @@ def config(**settings: object) -> Config:
         ("checkpoint.resume", {"checkpoint__resume": ""}),
         ("evaluation.max_batches", {"evaluation__max_batches": 0}),
         ("logging.logging_steps", {"logging__logging_steps": 0}),
-        ("logging.wandb_project", {"logging__wandb_project": "a/b"}),
         ("distributed.cpu_threads", {"distributed__cpu_threads": 0}),
         ("run.seed", {"run__seed": -1}),
         ("run.output_dir", {"run__output_dir": ""}),
