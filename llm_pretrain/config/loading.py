@@ -254,12 +254,8 @@ def unknown_setting(name: str, origin: str = "") -> str:
     name = printable(name)
     plain = name.replace("-", "_")
     last = plain.rpartition(".")[2]
-    by_last = {candidate.rpartition(".")[2]: candidate for candidate in known}
-    near = (
-        [candidate for candidate in known if candidate.rpartition(".")[2] == last]
-        or difflib.get_close_matches(plain, known, n=1)
-        or [by_last[match] for match in difflib.get_close_matches(last, by_last, n=1)]
-    )
+    near = [candidate for candidate in known if candidate.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(plain, known, n=1)
     advice = f"did you mean {near[0]}?" if near else "--help lists them all"
     return f"{name}: no such setting; {advice}{in_file(origin)}"
 

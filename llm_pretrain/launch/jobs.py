@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -330,15 +329,12 @@ def _stop(jobs: Sequence[RunningJob], seconds: float) -> None:
 def exit_on_signals() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into SystemExit, so that context managers kill the started jobs.
 
-    Outside the main thread this does nothing. If SIGHUP is ignored, as under nohup, it stays ignored.
+    If SIGHUP is ignored, as under nohup, it stays ignored.
     """
 
     def leave(number: int, *_: object) -> None:
         sys.exit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,8 +28,6 @@ _MESSAGES = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     os.strerror(errno.ENOMEM),
 )
-_ONEDNN = re.compile(r"could not create a (primitive\b(?! desc)|memory)")
-"""oneDNN's error if there is no memory for generated code; the error does not name the cause."""
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -49,7 +46,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False  # reported already, or an exit
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return any(message in str(error) for message in _MESSAGES) or bool(_ONEDNN.search(str(error)))
+    return any(message in str(error) for message in _MESSAGES)
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from llm_pretrain.config.tree import EvaluationConfig, PredictedLoss
@@ -35,20 +33,3 @@ def test_one_entry_is_of_its_step_alone():
     assert config.predicted(10) == CURVE[0]
     assert config.predicted(11) is None
     assert EvaluationConfig().predicted(0) is None
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ([CURVE[1], CURVE[0]], r"evaluation.prediction\[1\].step: expected 21 or more, found 10"),
-        ([PredictedLoss(-1, 1.0, 1.0, 1.0)], r"prediction\[0\].step: expected 0 or more, found -1"),
-        (
-            [PredictedLoss(1, 1.0, 1.1, 1.2)],
-            "0 < low <= loss <= high < infinity, found 1.1, 1 and 1.2",
-        ),
-        ([PredictedLoss(1, 1.0, 0.9, float("inf"))], "found 0.9, 1 and inf"),
-    ],
-)
-def test_wrong_ones_are_named(wrong: list[PredictedLoss], message: str):
-    (line,) = EvaluationConfig(prediction=wrong).check()
-    assert re.search(message, line)

@@ -113,11 +113,9 @@ def config(**settings: object) -> Config:
         ("run.output_dir", {"run__output_dir": ""}),
         ("run.output_dir", {"run__output_dir": "~/runs/x"}),
         ("model.init_from", {"model__init_from": ""}),
-        ("run.output_dir", {"run__output_dir": __file__}),
         ("data.sources", {"data__sources": []}),
         ("data.sources[0].weight", {"data__sources": [{"store": "x", "weight": 0}]}),
         ("data.sources[1].weight", {"data__sources": [{"store": "x"}, {"store": "y", "weight": -1}]}),
-        ("data.sources[0].store", {"data__sources": [{"store": " "}]}),
     ],
 )
 def test_one_wrong_value_is_one_line_that_names_it(field, settings):

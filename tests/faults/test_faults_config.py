@@ -94,7 +94,7 @@ CONTRADICTIONS = {
     "training.max_steps": ("-1", "training.max_steps: expected more than 0"),
     "model.num_key_value_heads": ("3", "model.num_attention_heads: expected a multiple of"),
     "model.first_k_dense_replace": ("-2", "model.first_k_dense_replace: expected 0 or more"),
-    "checkpoint.keep_last": ("1", "checkpoint.keep_last: expected 2 or more"),
+    "checkpoint.keep_last": ("1", "checkpoint.keep_last: expected at least 2"),
     "model.rope_factor": ("4", "model.rope_factor: expected 1 with model.rope_type = default"),
     "schedule.min_learning_rate": ("10", "schedule.min_learning_rate: expected at most"),
     "model.hidden_sise": ("3", "model.hidden_sise: no such setting"),
