@@ -35,14 +35,6 @@ from llm_pretrain.text import setting_text
 _PACKAGE = Path(__file__).resolve().parents[1]
 PRESETS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), _PACKAGE)
 """Folder of the presets: in the installed package, or in the checkout."""
-_EXAMPLES = {
-    "data.sources": "'[{store: FOLDER, weight: 1}, ...]'",
-    "data.weight_changes": "'[{step: N, weights: [1, 2]}, ...]'",
-    "optimizer.options": "'{betas: [0.9, 0.99]}'",
-    "evaluation.sample_prompts": "'[TEXT, ...]'",
-    "evaluation.prediction": "'[{step: N, loss: 3.5, low: 3.4, high: 3.6}, ...]'",
-}
-"""Values of settings that are lists or mappings, for the help."""
 _Tree = dict[str, dict[str, Any]]
 
 
@@ -446,6 +438,5 @@ def _help_text(prog: str) -> str:
             default = defaults[section][name]
             shown = f"{describe(kind)}; default: {setting_text(default)}"
             text = f"{docs.get(name, '')} ({shown})".replace("%", "%%")
-            metavar = _EXAMPLES.get(f"{section}.{name}", name.upper())
-            group.add_argument(f"--{section}.{name}", metavar=metavar, help=text)
+            group.add_argument(f"--{section}.{name}", metavar=name.upper(), help=text)
     return parser.format_help().rstrip()

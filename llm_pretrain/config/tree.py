@@ -54,9 +54,7 @@ class RunConfig:
                 "run.name: expected at most 128 letters, digits, `.`, `_` and `-`, the first no `.` or `-`, "
                 f"found {self.name!r}"
             )
-        if self.output_dir is not None and not self.output_dir.strip():
-            yield f"run.output_dir: expected a folder, found {self.output_dir!r}"
-        elif f"{self.output_dir}/".startswith("~/"):  # else `rm -rf ~` would seem right
+        if f"{self.output_dir}/".startswith("~/"):  # else `rm -rf ~` would seem right
             yield f"run.output_dir: expected a path without ~ of the shell, found {self.output_dir!r}"
 
 

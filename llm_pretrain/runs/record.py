@@ -114,14 +114,10 @@ def attempt_starts(attempts: Iterable[Row], key: str) -> list[tuple[int, int]]:
 
 def check_run_folder(path: Path) -> None:
     """Raise ConfigError unless `path` is a run's folder."""
-    if not path.is_dir():
-        found = "a file" if path.exists() else "nothing there"
-        raise ConfigError(f"{path}: expected a run's folder, such as runs/NAME, found {found}")
     if not is_run_folder(path):
-        raise ConfigError(
-            f"{path}: expected a run's folder (with {' or '.join(_RUN_FILES[:3])}), found none of these; "
-            "name the folder that run.output_dir says"
-        )
+        found = "none of these" if path.is_dir() else "a file" if path.exists() else "nothing there"
+        files = " or ".join(_RUN_FILES[:3])
+        raise ConfigError(f"{path}: expected a run's folder, such as runs/NAME, with {files}, found {found}")
 
 
 def is_run_folder(path: Path) -> bool:

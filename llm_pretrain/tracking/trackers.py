@@ -8,7 +8,6 @@ warning; metrics.jsonl has everything that trackers get.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import logging
 import os
 import queue
@@ -279,13 +278,8 @@ class _TensorBoard:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Finish:
-    exit_code: int
-
-
 class _WandbThread(threading.Thread):
-    """Runs every call of wandb that can block: init, log, finish."""
+    """Runs every call of wandb that can block: init, log of rows in the queue, finish with an exit code."""
 
     def __init__(self, config: Config, folder: Path, wandb_id: str, warn: Callable[[str], None]):
         super().__init__(name="wandb", daemon=True)
@@ -295,14 +289,14 @@ class _WandbThread(threading.Thread):
         self._warn = warn
         self._failed = False
         self._exit_hooks: list[Callable[..., object]] = []
-        self._queue: queue.SimpleQueue[dict[str, Any] | _Finish] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[dict[str, Any] | int] = queue.SimpleQueue()
 
-    def put(self, item: dict[str, Any] | _Finish) -> None:
+    def put(self, item: dict[str, Any] | int) -> None:
         if not self._failed:
             self._queue.put(item)
 
     def close(self, exit_code: int, seconds: float) -> None:
-        self.put(_Finish(exit_code))
+        self.put(exit_code)
         self.join(seconds)
         if self.is_alive():
             self._give_up(f"it took more than {seconds:.0f} s to finish")
@@ -313,7 +307,7 @@ class _WandbThread(threading.Thread):
                 run = self._start()
             while isinstance(item := self._queue.get(), dict):
                 run.log(item)
-            run.finish(exit_code=item.exit_code)
+            run.finish(exit_code=item)
         except BaseException as error:  # training goes on without wandb whatever the error
             self._give_up(type_and_reason(error))
 
