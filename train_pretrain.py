@@ -40,9 +40,8 @@ from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes
 from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch.checks import check_world_size
-from llm_pretrain.launch.peer_failure import collective_timeout
 from llm_pretrain.launch.process import exit_process, prepare_process, rendezvous_init_method, report_errors
-from llm_pretrain.launch.watchdog import hang_watchdog
+from llm_pretrain.launch.watchdog import collective_timeout, hang_watchdog
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.model.precision import DTYPES
 from llm_pretrain.training.engine import DDP_OPTIONS, Launcher, own_part, seed_dropout, warm_up_backward

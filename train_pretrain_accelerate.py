@@ -66,9 +66,8 @@ from llm_pretrain.launch.checks import (
     check_world_size,
     preserved_environment,
 )
-from llm_pretrain.launch.peer_failure import collective_timeout
 from llm_pretrain.launch.process import exit_process, prepare_process, rendezvous_init_method, report_errors
-from llm_pretrain.launch.watchdog import hang_watchdog
+from llm_pretrain.launch.watchdog import collective_timeout, hang_watchdog
 from llm_pretrain.model.decoder import Decoder, DecoderOutput, full_precision_modules
 from llm_pretrain.training.engine import DDP_OPTIONS, Launcher, own_part, seed_dropout, warm_up_backward
 from llm_pretrain.training.step import Objective, Step
@@ -282,7 +281,7 @@ def parallelism(config: Config) -> ParallelismConfig | None:
     replicas, world_size = config.distributed.dp_replicate_size, int(os.environ.get("WORLD_SIZE", "1"))
     if replicas == 1 or world_size == 1 or not config.distributed.mesh(world_size).is_data_parallel:
         return None
-    shards = config.distributed.shard_size(world_size)
+    shards = config.distributed.mesh(world_size).dp_shard
     return ParallelismConfig(
         dp_replicate_size=replicas, dp_shard_size=shards, tp_size=1, cp_size=1, sp_size=1
     )

@@ -20,8 +20,8 @@ from benchmarks.launching import add_store_option, token_store
 from benchmarks.machine import ROOT, python_path
 from benchmarks.reporting import SkippedError, report
 from llm_pretrain.__main__ import main
-from llm_pretrain.config.evaluation_config import PredictedLoss
 from llm_pretrain.config.loading import load_config
+from llm_pretrain.config.tree import PredictedLoss
 from llm_pretrain.forecast.measurements import read_ladder, read_progress
 from llm_pretrain.launch.jobs import this_machine
 from llm_pretrain.runs.rows import read_metrics

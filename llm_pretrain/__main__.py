@@ -52,8 +52,9 @@ def main(argv: list[str] | None = None) -> int:
             return 0 if name else _EXIT_USAGE
         if name not in COMMANDS:
             known = ", ".join(COMMANDS)
-            _print_error(
-                f"llm-pretrain: error: expected a command ({known}), found {name!r}; see llm-pretrain --help"
+            print(
+                f"llm-pretrain: error: expected a command ({known}), found {name!r}; see llm-pretrain --help",
+                file=sys.stderr,
             )
             return _EXIT_USAGE
         command = import_module(f"llm_pretrain.commands.{name}")
@@ -79,12 +80,12 @@ def main(argv: list[str] | None = None) -> int:
         flush_streams()
         return _EXIT_BROKEN_PIPE
     except PretrainError as error:
-        _print_error(f"llm-pretrain {name}: error: " + "\n".join(error.lines()))
+        print(f"llm-pretrain {name}: error: " + "\n".join(error.lines()), file=sys.stderr)
         return error.exit_code
     except OSError as error:  # a full disk, a folder without permission
         place = error.filename or getattr(parsed, "output", None) or "output"
         reason = f"{place}: {reason_of(error)}"
-        _print_error(f"llm-pretrain {name}: error: {printable(reason)}")
+        print(f"llm-pretrain {name}: error: {printable(reason)}", file=sys.stderr)
         return CheckpointError.exit_code
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
@@ -93,16 +94,8 @@ def main(argv: list[str] | None = None) -> int:
             raise
         reason = printable(" ".join(str(error).split()) or "no memory is left")
         advice = "use a smaller batch, a smaller model, or a machine with more memory"
-        _print_error(f"llm-pretrain {name}: error: out of memory: {reason}; {advice}")
+        print(f"llm-pretrain {name}: error: out of memory: {reason}; {advice}", file=sys.stderr)
         return ResourceError.exit_code
-
-
-def _print_error(text: str) -> None:
-    """Print to standard error; if that fails, the exit code stays the same."""
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except OSError:
-        flush_streams()
 
 
 def _is_out_of_memory(error: Exception) -> bool:

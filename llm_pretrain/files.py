@@ -41,19 +41,12 @@ def prepare_streams() -> None:
 
     Otherwise the next opened file would get a closed stream's number, and everything that libraries print.
     """
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        if getattr(sys, name) is not None:
-            continue
-        try:
-            os.fstat(number)  # succeeds if the number is in use for something else meanwhile
-            stream = open(os.devnull, mode)  # noqa: SIM115  # for the process's life
-        except OSError:
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            os.dup2(descriptor, number)
-            if descriptor != number:
-                os.close(descriptor)
-            stream = open(number, mode, closefd=False)  # noqa: SIM115
-        setattr(sys, name, stream)
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # it keeps the number of a closed stream
+    os.close(descriptor)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for the process's life
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

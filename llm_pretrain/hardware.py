@@ -201,14 +201,6 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def environment_changes(saved: dict[str, str | None], device: torch.device) -> list[str]:
-    """One warning per difference from the saved environment that may change the last bits of results."""
-    return [
-        f"{change}: training continues, but not bit for bit"
-        for change in arithmetic_changes(saved, environment(device), "when the checkpoint was saved")
-    ]
-
-
 def arithmetic_changes(
     saved: Mapping[str, str | None], current: Mapping[str, str | None], then: str
 ) -> list[str]:

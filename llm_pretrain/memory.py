@@ -21,9 +21,6 @@ from llm_pretrain.model.sizes import count_parameters, flops_per_token, layer_ma
 from llm_pretrain.optim.build import moments
 from llm_pretrain.optim.orthogonal import BATCH_ELEMENTS
 
-CHINCHILLA_TOKENS = 20
-"""Compute-optimal tokens per (active) parameter (arXiv:2203.15556, table 3, rounded)."""
-
 CPU_HEAP_HOLES = 0.25
 """Fragmentation of a CPU's heap, relative to the bytes that are allocated and freed within a step (measured).
 
@@ -106,11 +103,6 @@ def estimate_time(config: Config, world_size: int, *, tokens: int, flops: float,
 def token_budget(config: Config) -> int:
     """Tokens of the whole run, padding included."""
     return config.training.max_steps * config.training.tokens_per_step
-
-
-def compute_optimal_tokens(config: Config) -> int:
-    """Compute-optimal training tokens for a model of this size (Chinchilla)."""
-    return CHINCHILLA_TOKENS * count_parameters(config.model).active
 
 
 def estimate_memory(config: Config, world_size: int = 1, *, on_gpu: bool = False) -> MemoryEstimate:

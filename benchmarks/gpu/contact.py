@@ -22,11 +22,11 @@ from benchmarks import launching
 from benchmarks.engine_pairs import Steps
 from benchmarks.gpu.parts import Context, wait
 from benchmarks.machine import ROOT
+from llm_pretrain.commands.doctor import machine_facts
 from llm_pretrain.config.loading import load_config, multiplies_in_bf16, resolve_model
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch.jobs import this_machine
-from llm_pretrain.launch.machine_checks import machine_facts
 from llm_pretrain.launch.process import prepare_process
 from llm_pretrain.model.kernels.choice import Kernels, resolved_kernels
 from llm_pretrain.model.self_check import FIXED, PARTS, Part, check_kernels

@@ -13,7 +13,7 @@ from llm_pretrain.checkpoints.folders import committed_folders, folder_name
 from llm_pretrain.checkpoints.manifest import Manifest
 from llm_pretrain.config.loading import from_dict, resolve_model, validate
 from llm_pretrain.config.tree import Config
-from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
+from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.data.loader import open_stores
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 from llm_pretrain.files import read_object
@@ -111,7 +111,7 @@ def read_config(check: Check, run: RunFiles) -> None:
         return
     try:
         tree = read_yaml_file(file)
-    except (OSError, ValueError, YamlError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         found = reason_of(error)
         raise ConfigError(f"{file}: expected the run's configuration as YAML, found: {found}") from error
     try:

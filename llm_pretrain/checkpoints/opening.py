@@ -30,7 +30,7 @@ from llm_pretrain.checkpoints.tensor_files import read_tensors
 from llm_pretrain.checkpoints.weights import BEST_FILE, saved_names
 from llm_pretrain.config.loading import from_dict, resolve_precision, shape_problems
 from llm_pretrain.config.tree import Config
-from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
+from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.errors import CheckpointError, PretrainError
 from llm_pretrain.export.huggingface import load_pretrained, read_config
 from llm_pretrain.files import object_or_empty, open_safetensors, read_plain
@@ -282,7 +282,7 @@ def _run_config(path: Path) -> Config | None:
         return None
     try:
         return resolve_precision(from_dict(read_yaml_file(file) or {}))
-    except (OSError, ValueError, YamlError, PretrainError) as error:
+    except (OSError, ValueError, PretrainError) as error:
         raise CheckpointError(f"{file}: expected a run's configuration, found: {reason_of(error)}") from error
 
 

@@ -40,7 +40,7 @@ from llm_pretrain.checkpoints.tensor_files import check_finite, read_tensors, wr
 from llm_pretrain.distributed.collectives import Ranks, gather_results, run_on_all_ranks, run_on_rank0
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.files import make_folder
-from llm_pretrain.hardware import environment, environment_changes
+from llm_pretrain.hardware import arithmetic_changes, environment
 
 if TYPE_CHECKING:
     from llm_pretrain.distributed.pipeline import Pipeline
@@ -218,8 +218,10 @@ class CheckpointStore:
             for name in target.places:
                 state.assign(*target.places[name], content.scalars[name]["value"])
             state.apply_state(model, optimizer, target)
+            then, now = "when the checkpoint was saved", environment(_device(model))
+            changes = arithmetic_changes(content.environment, now, then)
             return [
-                *environment_changes(content.environment, _device(model)),
+                *(f"{change}: training continues, but not bit for bit" for change in changes),
                 *state.restore_groups(model, optimizer, content.optimizer),
                 *state.restore_scaler(scaler, content.scaler),
             ]

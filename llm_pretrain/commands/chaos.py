@@ -8,9 +8,9 @@ import time
 from llm_pretrain.audit.chaos import KILLS, ChaosResult, make_plan, result_content, run_chaos
 from llm_pretrain.launch.jobs import exit_on_signals, this_machine
 from llm_pretrain.launch.options import (
-    add_launch_options,
+    add_configuration,
+    add_run_options,
     call_facts,
-    check_timeout,
     create_output,
     say,
     write_result,
@@ -35,7 +35,8 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    add_launch_options(parser, "chaos", "an attempt")
+    add_configuration(parser, "chaos")
+    add_run_options(parser, "chaos", "an attempt")
     add = parser.add_argument
     add("--kill", choices=KILLS, default="all", help="what is killed (default: %(default)s)")
     add("--paths", default="torchrun,accelerate", metavar="LIST",
@@ -46,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Launch, kill, compare, print a line per attempt, write chaos.json; returns 0 if every check passed."""
-    check_timeout(arguments)
     started, machine = time.time(), this_machine()
     plan = make_plan(arguments, machine)
     context, result = create_output(plan, arguments, machine), ChaosResult()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm_pretrain.config.loading import PRESETS, from_dict
-from llm_pretrain.config.yaml_text import YamlError, read_settings_text, read_yaml
+from llm_pretrain.config.yaml_text import read_settings_text, read_yaml
 from llm_pretrain.errors import ConfigError, OutputError, printable
 from llm_pretrain.files import check_replaceable, replace_text
 from llm_pretrain.text import as_table, first_line, quantity
@@ -106,7 +106,7 @@ def _sizes(file: Path) -> tuple[str, str, str, str, str]:
         text = read_settings_text(file)
         tree = read_yaml(text) or {}
         config = from_dict(tree)
-    except (YamlError, ConfigError, ValueError) as error:
+    except (ConfigError, ValueError) as error:
         raise ConfigError(f"{file}: expected a configuration, found: {first_line(error)}") from error
     model, training, mark = config.model, config.training, ""
     if "hidden_size" not in (tree.get("model") or {}):

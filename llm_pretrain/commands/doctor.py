@@ -1,18 +1,19 @@
-"""`llm-pretrain doctor`: facts about this machine, and warnings about it and an Accelerate config file."""
+"""`llm-pretrain doctor`: facts about this machine, and warnings about settings and an Accelerate file."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from llm_pretrain.config.loading import load_config, multiplies_in_bf16
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import printable
-from llm_pretrain.launch.accelerate_checks import accelerate_surprises, read_accelerate_file
-from llm_pretrain.launch.checks import default_accelerate_file
-from llm_pretrain.launch.jobs import this_machine
-from llm_pretrain.launch.machine_checks import free_bytes, machine_facts, machine_surprises
+from llm_pretrain.hardware import package_version
+from llm_pretrain.launch.checks import accelerate_surprises, default_accelerate_file, read_accelerate_file
+from llm_pretrain.launch.jobs import Machine, this_machine
 from llm_pretrain.text import size_text
 
 EXAMPLES = """\
@@ -24,6 +25,8 @@ examples:
   llm-pretrain doctor --config configs/quickstart.yaml --accelerate_config my_cluster.yaml
 """
 
+_PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
+_OPTIONAL = ("sentencepiece", "wandb", "tensorboard", "gguf", "deepspeed")
 _BYTES_PER_PARAMETER = 12 + 2
 """A checkpoint has fp32 weights and two AdamW moments; the exported weights have half precision."""
 
@@ -46,9 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = load_config(files, needs_data=False)
     named = arguments.accelerate_config
     path = Path(named) if named else default_accelerate_file()
-    settings, text = {}, ""
-    if named or path.exists():
-        settings, text = read_accelerate_file(path)
+    settings = read_accelerate_file(path) if named or path.exists() else {}
     machine = this_machine()
     for name, value in machine_facts(machine):
         print(f"{name:<14}{printable(value)}")
@@ -56,16 +57,42 @@ def run(arguments: argparse.Namespace) -> int:
         f"{path}: {settings.get('distributed_type', 'NO')}, {settings.get('num_processes', '?')} processes"
     )
     print(f"{'accelerate':<14}{printable(shown if settings else f'no file at {path}: its defaults count')}")
-    warnings = [*machine_surprises(machine.gpus, config)]
-    if config is not None:
-        warnings += _config_surprises(machine.gpus, config)
-    if settings:
-        warnings += accelerate_surprises(settings, text, machine, config)
+    warnings = [] if config is None else [*_config_surprises(machine.gpus, config)]
+    warnings += accelerate_surprises(settings, config) if settings else []
     for warning in warnings:
         print(printable(f"warning: {warning}"))
     if not warnings:
         print("nothing here would surprise a run")
     return 1 if warnings else 0
+
+
+def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Name and text of each fact about this machine."""
+    import torch
+
+    from llm_pretrain.launch.process import default_threads, exported_threads
+
+    yield "llm_pretrain", package_version("llm_pretrain") or "not installed, run from its folder"
+    yield "python", f"{sys.version.split()[0]} ({sys.executable})"
+    for package in _PACKAGES:
+        yield package, package_version(package) or "not installed"
+    extras = [f"{package} {package_version(package)}" for package in _OPTIONAL if package_version(package)]
+    yield "extras", ", ".join(extras) or "none"
+    names = [torch.cuda.get_device_name(i) for i in range(machine.gpus)]
+    yield "devices", f"{machine.gpus} x {names[0]}" if names else "CPU only"
+    yield "bf16", "yes" if multiplies_in_bf16() else "no: emulated, and slower than fp32"
+    own = exported_threads()
+    by = "OMP_NUM_THREADS" if own else "cores / processes"
+    yield "threads", f"{default_threads(1)} for one process of a run, by {by}; {machine.cores} cores"
+    yield "disk", f"{size_text(_free_bytes(Path('runs')))} free for {Path('runs').resolve()}"
+
+
+def _free_bytes(folder: Path) -> int:
+    """Free bytes on the disk of `folder`; the folder need not exist."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def _config_surprises(gpus: int, config: Config) -> Iterator[str]:
@@ -87,7 +114,7 @@ def _config_surprises(gpus: int, config: Config) -> Iterator[str]:
         return
     copies = config.checkpoint.keep_last + 1  # a new checkpoint is whole before the oldest is deleted
     needed = copies * _BYTES_PER_PARAMETER * count_parameters(config.model).total
-    if (free := free_bytes(config.run.folder)) < needed:
+    if (free := _free_bytes(config.run.folder)) < needed:
         yield (
             f"{config.run.folder}: {copies} checkpoints and weights take {size_text(needed)}, "
             f"{size_text(free)} are free; do lower checkpoint.keep_last or set run.output_dir"

@@ -88,7 +88,7 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def _print_model(config: Config) -> None:
-    from llm_pretrain.memory import compute_optimal_tokens, token_budget
+    from llm_pretrain.memory import token_budget
     from llm_pretrain.model.sizes import count_parameters, flops_per_token
 
     size, length = count_parameters(config.model), config.training.sequence_length
@@ -96,7 +96,8 @@ def _print_model(config: Config) -> None:
     print(f"  parameters         {size.total:,} total, {size.active:,} active")
     print(f"  FLOPs per token    {quantity(flops_per_token(config.model, length))}, forward and backward")
     print(f"  tokens of the run  {quantity(token_budget(config))}")
-    print(f"  compute-optimal    {quantity(compute_optimal_tokens(config))} tokens (20 per active parameter)")
+    # Chinchilla, arXiv:2203.15556, table 3, rounded
+    print(f"  compute-optimal    {quantity(20 * size.active)} tokens (20 per active parameter)")
 
 
 def _print_memory(config: Config, arguments: argparse.Namespace) -> None:

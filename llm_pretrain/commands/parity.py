@@ -19,9 +19,9 @@ from llm_pretrain.audit.parity import (
 from llm_pretrain.audit.variants import make_plan
 from llm_pretrain.launch.jobs import exit_on_signals, this_machine
 from llm_pretrain.launch.options import (
-    add_launch_options,
+    add_configuration,
+    add_run_options,
     call_facts,
-    check_timeout,
     create_output,
     say,
     write_result,
@@ -48,7 +48,8 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    add_launch_options(parser, "parity", "a launch")
+    add_configuration(parser, "parity")
+    add_run_options(parser, "parity", "a launch")
     add = parser.add_argument
     add("--paths", metavar="LIST",
         help="of torchrun, accelerate, trainer (default: torchrun,accelerate)")  # fmt: skip
@@ -71,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Launch, compare, print the table and write parity.json; returns 0 if all runs agree, else 1."""
-    check_timeout(arguments)
     started, machine = time.time(), this_machine()
     plan = make_plan(arguments, machine)
     context = create_output(plan, arguments, machine)

@@ -16,7 +16,6 @@ from llm_pretrain.launch.options import (
     add_run_options,
     add_settings,
     call_facts,
-    check_timeout,
     create_output,
     say,
     write_result,
@@ -65,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Launch, compare, print the table and write replay.json; returns 0 if every segment holds."""
-    check_timeout(arguments)
     started, machine = time.time(), this_machine()
     plan = make_plan(arguments, machine)
     context = create_output(plan, arguments, machine)

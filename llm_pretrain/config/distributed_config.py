@@ -120,10 +120,6 @@ class DistributedConfig:
         """Stages of the pipeline, over all of its ranks."""
         return self.pp_size * len(self.stages(0))
 
-    def shard_size(self, world_size: int) -> int:
-        """Ranks along `dp_shard`: those that share one copy of the state and have data of their own."""
-        return self.mesh(world_size).dp_shard
-
     def check(self, world_size: int) -> Iterator[str]:
         """One line for each contradiction between the sizes of the mesh, strategy and number of processes."""
         if self.strategy != "fsdp":

@@ -35,16 +35,6 @@ from llm_pretrain.text import setting_text
 _PACKAGE = Path(__file__).resolve().parents[1]
 PRESETS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), _PACKAGE)
 """Folder of the presets: in the installed package, or in the checkout."""
-_LAUNCHER_OPTIONS = ("local-rank", "local_rank")
-"""`torch.distributed.launch` and DeepSpeed append these; we ignore them, since LOCAL_RANK is set too."""
-_EXAMPLES = {
-    "data.sources": "'[{store: FOLDER, weight: 1}, ...]'",
-    "data.weight_changes": "'[{step: N, weights: [1, 2]}, ...]'",
-    "optimizer.options": "'{betas: [0.9, 0.99]}'",
-    "evaluation.sample_prompts": "'[TEXT, ...]'",
-    "evaluation.prediction": "'[{step: N, loss: 3.5, low: 3.4, high: 3.6}, ...]'",
-}
-"""Values of settings that are lists or mappings, for the help."""
 _Tree = dict[str, dict[str, Any]]
 
 
@@ -256,12 +246,8 @@ def unknown_setting(name: str, origin: str = "") -> str:
     name = printable(name)
     plain = name.replace("-", "_")
     last = plain.rpartition(".")[2]
-    by_last = {candidate.rpartition(".")[2]: candidate for candidate in known}
-    near = (
-        [candidate for candidate in known if candidate.rpartition(".")[2] == last]
-        or difflib.get_close_matches(plain, known, n=1)
-        or [by_last[match] for match in difflib.get_close_matches(last, by_last, n=1)]
-    )
+    near = [candidate for candidate in known if candidate.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(plain, known, n=1)
     advice = f"did you mean {near[0]}?" if near else "--help lists them all"
     return f"{name}: no such setting; {advice}{in_file(origin)}"
 
@@ -326,9 +312,6 @@ def _read_command_line(arguments: list[str]) -> _CommandLine:
             line.wants_help = True
         elif word == "--print_config":
             line.wants_print = True
-        elif name in _LAUNCHER_OPTIONS:
-            if not equals and rest:
-                rest.pop()
         elif not word.startswith("--") or not name:
             advice = "settings are written --section.field VALUE, files --config FILE"
             line.problems.append(f"{printable(word)}: unexpected argument; {advice}")
@@ -381,18 +364,13 @@ def _read_file(name: str) -> tuple[Any, str, list[str]]:
             name = str(preset)
         return read_yaml_file(name), name, []
     except FileNotFoundError:
-        folder = Path(name).parent
-        files = [str(path) for path in folder.glob("*.y*ml")] if folder.is_dir() else []
-        files += [path.stem for path in PRESETS.glob("*.yaml")] if folder == Path() else []
-        near = difflib.get_close_matches(str(Path(name)), files, n=1)
-        advice = f"; did you mean {near[0]}?" if near else ""
-        return None, name, [f"--config {shown}: no such file{advice}"]
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        return None, name, [f"--config {shown}: cannot be read: {reason}"]
+        return None, name, [f"--config {shown}: no such file; `llm-pretrain configs` lists the presets"]
     except YamlError as error:
         place = f"{shown}:{error.line}" if error.line else shown
         return None, name, [f"--config {place}: not a valid YAML file: {error.text}"]
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        return None, name, [f"--config {shown}: cannot be read: {reason}"]
 
 
 def _merge(tree: _Tree, other: Mapping[str, Mapping[str, Any]]) -> None:
@@ -460,6 +438,5 @@ def _help_text(prog: str) -> str:
             default = defaults[section][name]
             shown = f"{describe(kind)}; default: {setting_text(default)}"
             text = f"{docs.get(name, '')} ({shown})".replace("%", "%%")
-            metavar = _EXAMPLES.get(f"{section}.{name}", name.upper())
-            group.add_argument(f"--{section}.{name}", metavar=metavar, help=text)
+            group.add_argument(f"--{section}.{name}", metavar=name.upper(), help=text)
     return parser.format_help().rstrip()

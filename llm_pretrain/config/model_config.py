@@ -118,8 +118,6 @@ class ModelConfig:
         yield from self.check_heads()
         yield from self._check_rope()
         yield from (self._check_experts() if self.num_experts else self._check_dense())
-        if self.init_from is not None and not self.init_from.strip():  # "" would be the current folder
-            yield f"model.init_from: expected a weights folder or null, found {self.init_from!r}"
 
     def check_heads(self) -> Iterator[str]:
         """Problems of the numbers of heads and the head size."""

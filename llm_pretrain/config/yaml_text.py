@@ -1,4 +1,4 @@
-"""Reads and writes YAML by the core schema of version 1.2, with bounds on size and nesting.
+"""Reads and writes YAML by the core schema of version 1.2, without aliases and of bounded size.
 
 PyYAML implements YAML 1.1, in which `1e-3` is a string, `on` is true, `010` is eight and keys may repeat.
 """
@@ -20,10 +20,7 @@ from llm_pretrain.text import first_line
 MAX_BYTES = 1 << 18
 """Largest size of a settings file in bytes: a hundred times the size of the longest preset."""
 MAX_VALUES = 10_000
-"""Largest number of values in a text, with aliases expanded. A few lines of aliases to aliases can expand to
-billions of values; to compare or print these would take all memory."""
-MAX_DEPTH = 32
-"""Levels of nesting; far below Python's recursion limit."""
+"""Largest number of values in a text."""
 
 _TAG = "tag:yaml.org,2002:"
 _DIGITS = "[0-9]+(?:_[0-9]+)*"
@@ -34,40 +31,29 @@ _FLOAT = re.compile(
 )
 
 
-class YamlError(Exception):
+class YamlError(ValueError):
     """Text that is not YAML; `line` counts from 1, and is None if the parser names none."""
 
     def __init__(self, line: int | None, text: str):
         self.line = line
         self.text = text
-        super().__init__(text)
+        super().__init__(f"line {line}: {text}" if line else text)
 
 
 class _Reader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012  # PyYAML keeps its tables on the class
     yaml_constructors: dict = {}  # noqa: RUF012
 
-    def __init__(self, stream: str):
-        super().__init__(stream)
-        self._values = self._depth = 0
-        self._sizes: dict[int, int] = {}
+    _values = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Lets PyYAML compose the node; counts values and levels, to stop before more text is read."""
-        mark, is_alias, before = self.peek_event().start_mark, self.check_event(yaml.AliasEvent), self._values
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise ComposerError(None, None, f"nested deeper than {MAX_DEPTH} levels", mark)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if is_alias and id(node) not in self._sizes:
-            raise ComposerError(None, None, "an alias inside of its own anchor", mark)
-        self._values += self._sizes[id(node)] if is_alias else 1
+        """Lets PyYAML compose the node, but no alias: a few lines of aliases can mean billions of values."""
+        mark, self._values = self.peek_event().start_mark, self._values + 1
+        if self.check_event(yaml.AliasEvent):
+            raise ComposerError(None, None, "an alias; write the value out", mark)
         if self._values > MAX_VALUES:
-            problem = f"more than {MAX_VALUES} values, aliases written out"
-            raise ComposerError(None, None, problem, mark)
-        self._sizes.setdefault(id(node), self._values - before)
-        return node
+            raise ComposerError(None, None, f"more than {MAX_VALUES} values", mark)
+        return super().compose_node(parent, index)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Does nothing: merge keys (`<<`) are not part of YAML 1.2."""
@@ -83,12 +69,7 @@ class _Reader(yaml.SafeLoader):
 
 
 def _integer(loader: _Reader, node: Any) -> int:
-    text = str(loader.construct_scalar(node))
-    try:
-        return int(text)
-    except ValueError:  # beyond Python's limit of digits
-        problem = f"a number of {len(text)} characters"
-        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+    return int(str(loader.construct_scalar(node)))
 
 
 def _number(loader: _Reader, node: Any) -> float:

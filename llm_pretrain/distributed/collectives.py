@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, OutputError, PretrainError
-from llm_pretrain.launch.peer_failure import collective_timeout, peer_failure
+from llm_pretrain.launch.watchdog import collective_timeout, peer_failure
 from llm_pretrain.text import reason_of, type_and_reason
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.launch.peer_failure import collective_timeout
+from llm_pretrain.launch.watchdog import collective_timeout
 from llm_pretrain.model.decoder import Decoder, full_precision_modules
 from llm_pretrain.model.precision import DTYPES
 from llm_pretrain.optim.sharded import replicate_dims, to_local

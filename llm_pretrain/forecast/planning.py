@@ -10,9 +10,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from llm_pretrain.config.distributed_config import DistributedConfig
-from llm_pretrain.config.evaluation_config import PredictedLoss
 from llm_pretrain.config.schema import LARGEST_INTEGER
-from llm_pretrain.config.tree import Config
+from llm_pretrain.config.tree import Config, PredictedLoss
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.forecast.budget import MAX_EPOCHS, MIN_TOKENS_PER_PARAMETER, least_tokens
 from llm_pretrain.forecast.family import Size, Sizes

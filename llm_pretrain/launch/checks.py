@@ -1,19 +1,21 @@
-"""Checks that the launcher's environment agrees with the configuration."""
+"""Checks that the launcher's environment, or an Accelerate file, agrees with the configuration."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from llm_pretrain.config.loading import validate
 from llm_pretrain.config.tree import Config
-from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
+from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.text import reason_of
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
@@ -28,11 +30,8 @@ def check_environment() -> None:
     If some are missing, a process may train without its peers, or wait for them forever.
 
     Raises:
-        ConfigError: names the variables that are missing or no number.
+        ConfigError: names the variables that are missing.
     """
-    _check_elastic()
-    _check_number("WORLD_SIZE", 1, None)
-    _check_number("LOCAL_WORLD_SIZE", 1, int(os.environ.get("WORLD_SIZE") or 1), "WORLD_SIZE")
     if not any(os.environ.get(name) for name in RANK_VARIABLES):
         return
     missing = [name for name in (*RANK_VARIABLES, *MASTER_VARIABLES) if not os.environ.get(name)]
@@ -42,18 +41,6 @@ def check_environment() -> None:
             f"launch: expected {', '.join((*RANK_VARIABLES, *MASTER_VARIABLES))} together in the "
             f"environment, found {found} without {', '.join(missing)}; set or unset all of them"
         )
-    for name in ("RANK", "LOCAL_RANK"):
-        _check_number(name, 0, int(os.environ["WORLD_SIZE"]) - 1, "WORLD_SIZE - 1")
-    _check_number("MASTER_PORT", 1, (1 << 16) - 1)
-
-
-def _check_number(name: str, low: int, high: int | None, meaning: str = "") -> None:
-    """Raise ConfigError if an environment variable is set to anything but an integer from `low` to `high`."""
-    value = os.environ.get(name)
-    if not value or (value.isdecimal() and low <= int(value) and (high is None or int(value) <= high)):
-        return
-    end = "or more" if high is None else f"to {meaning} ({high})" if meaning else f"to {high}"
-    raise ConfigError(f"{name}: expected {low} {end} in the environment, found {value!r}")
 
 
 def check_world_size(world_size: int) -> None:
@@ -74,37 +61,13 @@ def check_world_size(world_size: int) -> None:
         )
 
 
-def _check_elastic() -> None:
-    """Stop if torchrun may start with fewer machines but could not admit a further machine later.
-
-    An agent that shares its store with its workers names the store only to agents of the first rendezvous. A
-    later one waits for a minute; then both fail (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`).
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--nnodes", default=os.environ.get("PET_NNODES", "1"))
-    nodes = parser.parse_known_args(_parents_command())[0].nnodes
-    fewest, _, most = nodes.partition(":")
-    if most not in ("", fewest):
-        raise ConfigError(
-            f"launch: expected TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment with --nnodes "
-            f"{nodes}, found none; without it torch cannot take in a machine that comes later"
-        )
-
-
-def _parents_command() -> list[str]:
-    """The words of the parent process's command line; empty if the process is another user's."""
-    try:
-        parent = psutil.Process().parent()
-        return parent.cmdline() if parent else []
-    except psutil.Error:
-        return []
-
-
 def accelerate_launch_arguments() -> list[str]:
     """Arguments of the parent process if it is `accelerate launch`, else an empty list."""
-    command = _parents_command()
+    try:
+        parent = psutil.Process().parent()
+        command = parent.cmdline() if parent else []
+    except psutil.Error:  # another user's process
+        command = []
     for index, word in enumerate(command):
         if word == "launch" and "accelerate" in " ".join(command[:index]):
             return command[index + 1 :]
@@ -132,7 +95,7 @@ def _requested_processes() -> int | None:
         return known.num_processes
     try:
         settings = read_yaml_file(known.config_file or default_accelerate_file())
-    except (OSError, ValueError, YamlError):
+    except (OSError, ValueError):
         return None
     count = settings.get("num_processes") if isinstance(settings, dict) else None
     return count if isinstance(count, int) else None
@@ -161,16 +124,10 @@ def check_accelerate_settings(config: Config, accumulation_steps: int) -> None:
     Raises:
         ConfigError: names every contradiction, with both values.
     """
-    strategy = config.distributed.strategy
     if (stages := config.distributed.mesh(int(os.environ.get("WORLD_SIZE") or 1)).pp) > 1:
         raise ConfigError(
             f"distributed.pp_size: expected 1 with accelerate, found {stages}, which train_pretrain.py runs; "
             "start that with torchrun"
-        )
-    if (earlier := _earlier_strategy()) and "deepspeed" in (strategy, earlier):
-        raise ConfigError(
-            f"distributed.strategy: {strategy}, but Accelerate has set up {earlier} in this process "
-            "before, which cannot be changed; restart the notebook's kernel"
         )
     if problems := [*accelerate_problems(config, accumulation_steps, os.environ)]:
         raise ConfigError(*(f"{problem}; make them agree" for problem in problems))
@@ -193,22 +150,12 @@ def accelerate_problems(
     for other, variable in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
         if _is_on(launched, variable) and other != strategy:
             yield f"distributed.strategy: {strategy}, but accelerate runs {other}"
-    yield from unsupported_settings(config, launched)
+    yield from _unsupported_settings(config, launched)
     if strategy == "deepspeed":
         yield from _zero_problems(config, launched)
 
 
-def _earlier_strategy() -> str | None:
-    """The strategy of an earlier run in this process; None if there was none."""
-    state = sys.modules.get("accelerate.state")
-    if state is None or not state.is_initialized():
-        return None
-    # The constructor would read the environment, which may have invalid settings.
-    kind = state.AcceleratorState._shared_state["distributed_type"]
-    return "deepspeed" if kind.value == "DEEPSPEED" else "ddp or fsdp"
-
-
-def unsupported_settings(config: Config, launched: Mapping[str, str]) -> Iterator[str]:
+def _unsupported_settings(config: Config, launched: Mapping[str, str]) -> Iterator[str]:
     """Accelerate settings that affect the model but correspond to no field of the configuration.
 
     For example, a model that Accelerate compiles sums in another order than the other script's model. And a
@@ -216,8 +163,6 @@ def unsupported_settings(config: Config, launched: Mapping[str, str]) -> Iterato
     """
     if (backend := launched.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
         yield f"training.compile: compiles the model, but accelerate's dynamo_backend is {backend}, not no"
-    if device := launched.get("ACCELERATE_TORCH_DEVICE"):
-        yield f"launch: runs on the machine's GPU or else its CPU, but ACCELERATE_TORCH_DEVICE is {device}"
     if _is_on(launched, "ACCELERATE_USE_MEGATRON_LM"):
         yield f"distributed.strategy: {config.distributed.strategy}, but accelerate's use_megatron_lm is true"
     if _is_on(launched, "ACCELERATE_USE_PARALLELISM_CONFIG"):
@@ -239,15 +184,14 @@ def unsupported_settings(config: Config, launched: Mapping[str, str]) -> Iterato
 
 def _mesh_problems(config: Config, launched: Mapping[str, str]) -> Iterator[str]:
     """Differences between the mesh that Accelerate launched and the configured mesh."""
-    world_size = int(launched.get("WORLD_SIZE") or 1)
-    if not config.distributed.mesh(world_size).is_data_parallel:
-        yield "distributed.cp_size, tp_size: not accelerate's, but its use_parallelism_config is true"
+    sizes = config.distributed.mesh(int(launched.get("WORLD_SIZE") or 1))
+    if sizes.dp_replicate == 1 or not sizes.is_data_parallel:
+        yield (
+            f"distributed.dp_replicate_size: {sizes.dp_replicate}, but accelerate's use_parallelism_config "
+            "is true, which is for replicas alone"
+        )
         return
-    replicas, shards = config.distributed.dp_replicate_size, config.distributed.shard_size(world_size)
-    if replicas == 1:
-        yield "distributed.dp_replicate_size: 1, but accelerate's use_parallelism_config is true"
-        return
-    own = {"dp_replicate_size": replicas, "dp_shard_size": shards}
+    own = {"dp_replicate_size": sizes.dp_replicate, "dp_shard_size": sizes.dp_shard}
     for name in (*own, "tp_size", "cp_size", "sp_size"):
         given = launched.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")
         if given not in ("1", str(own.get(name, 1))):
@@ -262,16 +206,9 @@ def _zero_problems(config: Config, launched: Mapping[str, str]) -> Iterator[str]
     silently apply, or silently be dropped.
     """
     zero_stage, max_norm = config.distributed.zero_stage, config.training.max_grad_norm
-    if _is_on(launched, "ACCELERATE_USE_CPU"):  # as cpu2.yaml says
-        yield (
-            "distributed.strategy: deepspeed, but accelerate's use_cpu is true, which selects ddp "
-            "(configs/accelerate/zero2.yaml runs on a CPU too)"
-        )
-    given = launched.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
-    if given is not None and given != str(zero_stage or given):
-        yield f"distributed.zero_stage: {zero_stage}, but accelerate's zero_stage is {given}"
-    if given not in (None, "1", "2", "3"):
-        yield f"distributed.zero_stage: 1, 2 or 3, but accelerate's zero_stage is {given}"
+    stages = (str(zero_stage),) if zero_stage else ("1", "2", "3")
+    if (given := launched.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", stages[0])) not in stages:
+        yield f"distributed.zero_stage: {' or '.join(stages)}, but accelerate's zero_stage is {given}"
     given = launched.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
     if given != "auto" and _number(given) != max_norm:
         yield f"training.max_grad_norm: {max_norm}, but accelerate's gradient_clipping is {given}"
@@ -296,19 +233,91 @@ def check_strategy(config: Config, distributed_type: str, world_size: int) -> No
     """Stop if Accelerate has set up another strategy than the configured one.
 
     If Accelerate cannot use an FSDP plugin, for example on a CPU, it silently falls back to DDP, with the
-    whole model in every process.
+    whole model in every process. In a notebook's kernel it keeps what an earlier training has set up.
 
     Args:
         config: The configuration.
         distributed_type: The type that Accelerate has set up, from `Accelerator.distributed_type`.
-        world_size: Number of processes. With one process nothing is sharded, and nothing is checked.
+        world_size: Number of processes. With one process FSDP shards nothing, so it may be DDP.
 
     Raises:
         ConfigError: names both strategies.
     """
+    strategy = config.distributed.strategy
     found = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}.get(distributed_type, "ddp")
-    if world_size > 1 and found != config.distributed.strategy:
+    if found != strategy and (world_size > 1 or "deepspeed" in (found, strategy)):
         raise ConfigError(
-            f"distributed.strategy: {config.distributed.strategy}, but Accelerate has set up {found} "
-            f"({distributed_type}); see configs/accelerate/ for files that launch each strategy"
+            f"distributed.strategy: {strategy}, but Accelerate has set up {found} ({distributed_type}); see "
+            "configs/accelerate/ for files that launch each strategy, and restart a notebook's kernel"
         )
+
+
+def read_accelerate_file(path: Path) -> dict[str, Any]:
+    """Settings of Accelerate's file; ConfigError if it cannot be read or is no YAML mapping."""
+    try:
+        settings = read_yaml_file(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--accelerate_config {path}: expected a YAML file, found: {reason_of(error)}"
+        ) from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: expected Accelerate's settings, found {settings!r:.60}")
+    return settings
+
+
+def accelerate_surprises(settings: Mapping[str, Any], config: Config | None) -> Iterator[str]:
+    """Warnings about an Accelerate file, one line each, in the form `what would happen; do how to fix it`.
+
+    Args:
+        settings: Content of the file.
+        config: Configuration of the run, to be compared with; None if it is not known.
+    """
+    kind, count = _kind(settings), _count(settings)
+    if kind == "MULTI_CPU" or (kind == "NO" and count > 1):  # accelerate#2741
+        yield (
+            f"distributed_type: {kind} starts one process whatever num_processes says; do set MULTI_GPU, "
+            "without GPUs with use_cpu: true, as configs/accelerate/cpu2.yaml does"
+        )
+    if config is None:
+        return
+    if wrong := validate(config, count, needs_data=False):
+        yield from (f"with num_processes: {count}, {problem}; do change one of them" for problem in wrong)
+        return
+    steps = config.gradient_accumulation_steps(count)
+    for problem in accelerate_problems(config, steps, _variables(settings)):
+        yield f"{problem}, and the run stops; do make them agree"
+
+
+def _variables(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The environment variables that `accelerate launch` derives from a file and sets for the script."""
+    kind = _kind(settings)
+    found = {
+        "WORLD_SIZE": _count(settings),
+        "ACCELERATE_MIXED_PRECISION": settings.get("mixed_precision") or "no",
+        "ACCELERATE_DYNAMO_BACKEND": _section(settings, "dynamo_config").get("dynamo_backend") or "no",
+        "ACCELERATE_USE_FSDP": kind == "FSDP",
+        "ACCELERATE_USE_DEEPSPEED": kind == "DEEPSPEED",
+        "ACCELERATE_USE_MEGATRON_LM": kind == "MEGATRON_LM",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": bool(settings.get("parallelism_config")),
+    }
+    both = _section(settings, "fsdp_config") | _section(settings, "parallelism_config")
+    found |= {key.upper(): value for key, value in both.items()}
+    for key, value in _section(settings, "deepspeed_config").items():
+        name = key if key.startswith(("gradient_", "deepspeed_")) else f"deepspeed_{key}"
+        found[f"ACCELERATE_{name.upper()}"] = value
+    return {name: str(value).lower() for name, value in found.items()}
+
+
+def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section of a file; empty if the section is missing or no mapping."""
+    found = settings.get(name)
+    return {str(key): value for key, value in found.items()} if isinstance(found, Mapping) else {}
+
+
+def _kind(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("distributed_type", "NO")).upper()
+
+
+def _count(settings: Mapping[str, Any]) -> int:
+    value = settings.get("num_processes")
+    return value if type(value) is int else 1

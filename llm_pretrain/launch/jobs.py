@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,13 +40,6 @@ _LAUNCHER_VARIABLES = (
 )
 _POLL_SECONDS, _KILL_SECONDS = 0.02, 60
 _LOG_LINES, _LOG_LINE_CHARACTERS = 4, 300
-_LAUNCHER_ERRORS = ("ChildFailedError", "CalledProcessError")
-"""Errors that torchrun and accelerate raise if a script failed."""
-_LAUNCHER_SUMMARY = (
-    *("=====", "-----", "~~~~~", "<", "W1", "E1", "To enable"),
-    *("time ", "host ", "rank ", "exitcode", "error_file"),
-)
-"""How lines of torchrun's failure summary begin; the summary does not contain the cause."""
 
 
 @dataclass(frozen=True)
@@ -337,15 +329,12 @@ def _stop(jobs: Sequence[RunningJob], seconds: float) -> None:
 def exit_on_signals() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into SystemExit, so that context managers kill the started jobs.
 
-    Outside the main thread this does nothing. If SIGHUP is ignored, as under nohup, it stays ignored.
+    If SIGHUP is ignored, as under nohup, it stays ignored.
     """
 
     def leave(number: int, *_: object) -> None:
         sys.exit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
@@ -363,9 +352,8 @@ def last_error_lines(log: Path) -> list[str]:
         lines = [line.rstrip() for line in log.read_text("utf-8", errors="replace").splitlines()]
     except OSError:
         return []
-    lines = [line for line in lines if line.strip() and not line.strip().startswith(_LAUNCHER_SUMMARY)]
     errors = [line for line in lines if line.startswith("error: ")] or [
-        line for line in lines if "Error: " in line and not any(name in line for name in _LAUNCHER_ERRORS)
+        line for line in lines if "Error: " in line
     ]
-    last = list(dict.fromkeys(errors))[-_LOG_LINES:] or lines[-_LOG_LINES:]
+    last = list(dict.fromkeys(errors or lines))[-_LOG_LINES:]
     return [line[:_LOG_LINE_CHARACTERS] for line in last]

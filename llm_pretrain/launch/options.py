@@ -50,12 +50,6 @@ class _Setting(argparse.Action):
         namespace.settings = [*(getattr(namespace, "settings", None) or []), option_string, values]
 
 
-def add_launch_options(parser: argparse.ArgumentParser, command: str, launch: str) -> None:
-    """Declare the options of `add_configuration` and `add_run_options`."""
-    add_configuration(parser, command)
-    add_run_options(parser, command, launch)
-
-
 def add_run_options(
     parser: argparse.ArgumentParser, command: str, launch: str, *, timeout: float = 1800.0
 ) -> None:
@@ -140,12 +134,6 @@ def forced_settings(
     return forced, notes
 
 
-def check_timeout(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for a time limit that no launch can meet."""
-    if not arguments.timeout > 0:
-        raise ConfigError(f"--timeout: expected more than 0 seconds, found {arguments.timeout:g}")
-
-
 def find_scripts(paths: Sequence[str]) -> Path:
     """The folder with the scripts of these launch paths: the working directory, else the project's folder.
 
@@ -167,13 +155,11 @@ def choose_output(given: str | None, name: str) -> Path:
     """The folder for the runs: the given folder; if none is given, the first unused runs/NAME.
 
     Raises:
-        OutputError: the given path is a folder with files, or no folder.
+        OutputError: the given path is a folder with files.
     """
     if given is not None:
         folder = Path(given)
-        if folder.exists() and not folder.is_dir():
-            raise OutputError(f"--output {folder}: expected a folder, found a file")
-        if folder.exists() and os.listdir(folder):
+        if folder.is_dir() and os.listdir(folder):
             raise OutputError(
                 f"--output {folder}: expected a new or empty folder, found files in it; choose another"
             )

@@ -1,12 +1,11 @@
-"""Turns out-of-memory errors into one line: bytes requested and free, the model's size, a remedy."""
+"""Turns out-of-memory errors into one line: the error, the model's size, a remedy."""
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,36 +16,24 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import PretrainError, ResourceError
 from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory
 from llm_pretrain.model.sizes import count_parameters
-from llm_pretrain.text import size_text
+from llm_pretrain.text import first_line, size_text
 
-_NO_THREAD = "can't start new thread"
-"""Python's error if memory lacks room for a thread's stack, or if a limit on processes is reached."""
 _MESSAGES = (
     "can't allocate memory",  # torch on Linux
     "not enough memory: you tried to allocate",  # torch elsewhere
     "std::bad_alloc",
-    _NO_THREAD,
+    "can't start new thread",  # no memory for its stack
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     os.strerror(errno.ENOMEM),
 )
-_ONEDNN = re.compile(r"could not create a (primitive\b(?! desc)|memory)")
-"""oneDNN's error if there is no memory for generated code; the error does not name the cause."""
-_ASKED = re.compile(r"(?i)(?:tried to|unable to) allocate ([\d.]+) ?(bytes|[KMGTPE]?i?B)\b")
-_ON_GPU = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
-_UNITS = "bkmgtpe"
-"""First letters of bytes, KiB, MiB and so on."""
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 class MemoryLimit(NamedTuple):
-    """Bytes that a process may use (free bytes and total), and the source of the limit.
+    """Bytes that a process may use, and the beginning of a phrase with them, such as "the machine has"."""
 
-    `bound` begins a phrase that ends with a number of bytes, such as "the machine has".
-    """
-
-    free: int
     total: int
     bound: str
 
@@ -59,7 +46,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False  # reported already, or an exit
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return any(message in str(error) for message in _MESSAGES) or bool(_ONEDNN.search(str(error)))
+    return any(message in str(error) for message in _MESSAGES)
 
 
 @contextmanager
@@ -77,7 +64,8 @@ def explain_out_of_memory(config: Config | None = None, world_size: int = 1) -> 
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        explained = ResourceError(_explanation(error, *lines))
+        parts = (f"out of memory: {first_line(error):.200}", *lines)
+        explained = ResourceError("; ".join(part for part in parts if part))
         explained.shared = isinstance(error, PretrainError) and error.shared
         raise explained from error
 
@@ -97,36 +85,41 @@ def check_memory(config: Config, world_size: int, device: torch.device) -> list[
     needs = _state_bytes(config, world_size)
     if config.distributed.strategy == "deepspeed":  # it shards parameters that have their values
         needs = max(needs, 4 * count_parameters(config.model).total)
-    for memory in _host_bounds() if on_cpu else [_gpu_bound(device)]:
-        if needs > memory.total:
-            raise ResourceError(
-                f"out of memory before the model was built: {_requirement(config, world_size)}; "
-                f"{memory.bound} {size_text(memory.total)}; {_smaller_model(config, world_size)}"
-            )
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    memory = _host_memory(processes) if on_cpu else _gpu_memory(device)
+    if needs > memory.total:
+        raise ResourceError(
+            f"out of memory before the model was built: {_requirement(config, world_size)}; "
+            f"{memory.bound} {size_text(memory.total)}; {_smaller_model(config, world_size)}"
+        )
     return [] if on_cpu else step_warnings(config, world_size, device)
 
 
-def _gpu_bound(device: torch.device) -> MemoryLimit:
-    total = torch.cuda.get_device_properties(device).total_memory
-    return MemoryLimit(total, total, "the GPU has")
+def _gpu_memory(device: torch.device) -> MemoryLimit:
+    return MemoryLimit(torch.cuda.get_device_properties(device).total_memory, "the GPU has")
+
+
+def _host_memory(processes: int) -> MemoryLimit:
+    """The share of each of `processes` in the memory of this machine, or of its container if that is less."""
+    machine = MemoryLimit(psutil.virtual_memory().total + psutil.swap_memory().total, "the machine has")
+    container = machine
+    with suppress(OSError, ValueError):  # there is no control group, or no limit
+        container = MemoryLimit(int(_CGROUP.read_text()), "the container may have")
+    total, bound = min(machine, container)
+    return MemoryLimit(total // processes, f"{bound} for each process" if processes > 1 else bound)
 
 
 def step_warnings(config: Config, world_size: int, device: torch.device) -> list[str]:
     """A warning if the estimated peak of a training step exceeds the GPU's memory. On a CPU: if the peaks of
     all the run's processes together exceed this machine's memory."""
-    on_gpu, processes = device.type != "cpu", 1
-    peak = estimate_memory(config, world_size, on_gpu=on_gpu).peak
-    if on_gpu:
-        peak, bounds = peak + CUDA_CONTEXT, [_gpu_bound(device)]
-    else:
-        processes, bounds = world_size, _host_bounds(per_process=False)
-    least = min(bounds, key=lambda memory: memory.total)
-    if peak * processes <= least.total:
+    on_gpu = device.type != "cpu"
+    peak = estimate_memory(config, world_size, on_gpu=on_gpu).peak + (CUDA_CONTEXT if on_gpu else 0)
+    memory = _gpu_memory(device) if on_gpu else _host_memory(world_size)
+    if peak <= memory.total:
         return []
-    each = f" in each of {processes} processes" if processes > 1 else ""
     return [
-        f"a step is estimated to need about {size_text(peak)}{each}, {least.bound} "
-        f"{size_text(least.total)}; if it runs out of memory, change {model_lines(config, world_size)[1]}"
+        f"a step is estimated to need about {size_text(peak)}, {memory.bound} {size_text(memory.total)}; "
+        f"if it runs out of memory, change {model_lines(config, world_size)[1]}"
     ]
 
 
@@ -144,25 +137,6 @@ def model_lines(config: Config, world_size: int) -> tuple[str, str]:
     advice.append(_smaller_model(config, world_size))
     requirement = f"{_requirement(config, world_size)}, without activations"
     return requirement, "in this order: " + ", ".join(advice)
-
-
-def _explanation(error: Exception, model: str, advice: str) -> str:
-    """The line for an out-of-memory error: bytes requested and free, then `model` and `advice`."""
-    text = str(error)
-    asked = ""
-    if found := _ASKED.search(text):
-        asked = f"{size_text(float(found[1]) * 1024 ** _UNITS.index(found[2][0].lower()))} asked for, "
-    if on_gpu := _ON_GPU.search(text):
-        free = f"{on_gpu[2]} of {on_gpu[1]} free on the GPU"
-    elif "CUDA" in text or "CUBLAS" in text:
-        free = "none left on the GPU"
-    else:
-        least = min(_host_bounds(per_process=False), key=lambda memory: memory.free)
-        free = f"{size_text(least.free)} left of what {least.bound}: {size_text(least.total)}"
-    threads = " or threads (ulimit -u, the container's pids.max)" if _NO_THREAD in text else ""
-    where = f" ({text.splitlines()[0]:.160})" if isinstance(error, PretrainError) else ""
-    first = f"out of memory{threads}{where}: {asked}{free}"
-    return "; ".join(part for part in (first, model, advice) if part)
 
 
 def _requirement(config: Config, world_size: int) -> str:
@@ -184,34 +158,3 @@ def _smaller_model(config: Config, world_size: int) -> str:
     experts = ", model.num_experts" if config.model.num_experts else ""
     smaller = f"a smaller model (model.vocab_size, model.hidden_size, model.num_hidden_layers{experts})"
     return f"distributed.strategy fsdp, {smaller}" if can_shard else smaller
-
-
-def _host_bounds(*, per_process: bool = True) -> list[MemoryLimit]:
-    """Limits of this process's memory: the machine's, the container's and the process's own (ulimit).
-
-    Args:
-        per_process: Divide shared limits by the number of the run's processes on this machine.
-    """
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if per_process else 1
-    machine, has = psutil.virtual_memory(), "the machine has for it" if sharing > 1 else "the machine has"
-    swap = psutil.swap_memory().total if per_process else 0
-    bounds = [MemoryLimit(machine.available // sharing, (machine.total + swap) // sharing, has)]
-    limit = _number(_CGROUP / "memory.max")
-    if limit is not None:
-        free = max(0, limit - (_number(_CGROUP / "memory.current") or 0))
-        bounds.append(MemoryLimit(free // sharing, limit // sharing, "the container may have"))
-    if hasattr(psutil, "RLIMIT_AS"):
-        process = psutil.Process()
-        limit, _ = process.rlimit(psutil.RLIMIT_AS)
-        if limit != psutil.RLIM_INFINITY:
-            free = max(0, limit - process.memory_info().vms)
-            bounds.append(MemoryLimit(free, limit, "the process may have (ulimit -v)"))
-    return bounds
-
-
-def _number(file: Path) -> int | None:
-    """The number in a control group's file; None if there is no file or no limit."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None

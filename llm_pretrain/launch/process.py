@@ -30,7 +30,7 @@ from llm_pretrain.files import flush_streams, prepare_streams
 from llm_pretrain.hardware import usable_cores
 from llm_pretrain.launch.checks import MASTER_VARIABLES, accelerate_launch_arguments, check_environment
 from llm_pretrain.launch.out_of_memory import explain_out_of_memory
-from llm_pretrain.launch.peer_failure import COLLECTIVE_TIMEOUTS, peer_failure
+from llm_pretrain.launch.watchdog import COLLECTIVE_TIMEOUTS, peer_failure
 from llm_pretrain.text import first_line, reason_of
 
 INTERRUPTED = 130
@@ -104,17 +104,10 @@ _EXPORTED = "LLM_PRETRAIN_OMP_NUM_THREADS"
 
 
 def exported_threads() -> int | None:
-    """The user's OMP_NUM_THREADS; None if it is unset or no number of threads."""
-    first = exported_setting().split(",")[0].strip()  # further numbers are for nested parallel regions
-    is_possible = re.fullmatch("[0-9]{1,4}", first) and 0 < int(first) <= _MOST_THREADS
-    return int(first) if is_possible else None
-
-
-def exported_setting() -> str:
-    """The text of the user's OMP_NUM_THREADS; empty if it is unset.
+    """The user's OMP_NUM_THREADS; None if it is unset or no number of threads.
 
     Launchers also set the variable for their workers. So this takes the first process, from this one upwards,
-    that no launcher started, and reads its initial environment. If another user owns it, the result is empty.
+    that no launcher started, and reads its initial environment. If another user owns it, the result is None.
     """
     value = os.environ.get(_EXPORTED)
     if value is None:
@@ -127,7 +120,9 @@ def exported_setting() -> str:
         except psutil.Error:
             environment = {}
         value = environment.get("OMP_NUM_THREADS", "")
-    return value
+    first = value.split(",")[0].strip()  # further numbers are for nested parallel regions
+    is_possible = re.fullmatch("[0-9]{1,4}", first) and 0 < int(first) <= _MOST_THREADS
+    return int(first) if is_possible else None
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:

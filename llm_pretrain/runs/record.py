@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
+from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.files import read_json
 from llm_pretrain.runs.replays import read_replays
@@ -114,14 +114,10 @@ def attempt_starts(attempts: Iterable[Row], key: str) -> list[tuple[int, int]]:
 
 def check_run_folder(path: Path) -> None:
     """Raise ConfigError unless `path` is a run's folder."""
-    if not path.is_dir():
-        found = "a file" if path.exists() else "nothing there"
-        raise ConfigError(f"{path}: expected a run's folder, such as runs/NAME, found {found}")
     if not is_run_folder(path):
-        raise ConfigError(
-            f"{path}: expected a run's folder (with {' or '.join(_RUN_FILES[:3])}), found none of these; "
-            "name the folder that run.output_dir says"
-        )
+        found = "none of these" if path.is_dir() else "a file" if path.exists() else "nothing there"
+        files = " or ".join(_RUN_FILES[:3])
+        raise ConfigError(f"{path}: expected a run's folder, such as runs/NAME, with {files}, found {found}")
 
 
 def is_run_folder(path: Path) -> bool:
@@ -158,7 +154,7 @@ def _read_mapping(path: Path, parse: Callable[[Path], Any], problems: list[str])
         content = parse(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError, YamlError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {first_line(error)}")
         return {}
     return content if isinstance(content, Mapping) else {}

@@ -236,6 +236,23 @@ def is_training_row(row: Mapping[str, Any]) -> bool:
     return "train/loss_tokens" in row
 
 
+def expert_summary(row: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a row's layers (`moe/layer_N/…`) summarised under `experts/…`; empty if it has none."""
+    found: dict[str, list[float]] = {}
+    for key, value in row.items():
+        if key.startswith("moe/layer_") and finite_number(value) is not None:
+            found.setdefault(key.rpartition("/")[2], []).append(value)
+    summary: dict[str, float] = {}
+    if loads := found.get("load_max"):
+        summary["experts/load_max"] = max(loads)
+    if dead := found.get("dead_experts"):
+        summary["experts/dead"] = sum(dead)
+    if entropy := found.get("router_entropy"):
+        summary["experts/entropy_mean"] = sum(entropy) / len(entropy)
+        summary["experts/entropy_lowest"] = min(entropy)
+    return summary
+
+
 def finite_number(value: object) -> float | None:
     """`value` if it is a finite number within 64 bits (and no bool), else None."""
     if isinstance(value, int) and not isinstance(value, bool):

@@ -227,13 +227,10 @@ def _progress(run: RunRecord) -> str | None:
 
 
 def _tokens(run: RunRecord) -> str | None:
-    """Number of tokens at the last step; with `about` if the step's row does not have it."""
+    """Number of tokens at the last step, estimated if the step's row does not have it."""
     step = _last_step(run)
     tokens = None if step is None else Axes(run).at(step)["tokens"]
-    if tokens is None:
-        return None
-    is_exact = finite_number(run.rows[-1].get("train/tokens")) is not None and run.rows[-1]["step"] == step
-    return quantity(tokens) if is_exact else f"about {quantity(tokens)}"
+    return None if tokens is None else quantity(tokens)
 
 
 def _hardware(attempt: Row) -> str | None:

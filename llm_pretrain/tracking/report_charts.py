@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llm_pretrain.runs.record import RunRecord
-from llm_pretrain.runs.rows import Row, finite_number
+from llm_pretrain.runs.rows import Row, expert_summary, finite_number
 
 POINTS = 2000
 """Largest number of points of a curve; more rows are averaged in bins of consecutive rows."""
@@ -51,7 +51,7 @@ class RunSeries:
 
 def run_series(run: RunRecord, name: str) -> RunSeries:
     """The columns and marks of one run; `name` is its name in legends."""
-    training = [_with_experts(row) for row in run.rows if any(key.startswith("train/") for key in row)]
+    training = [row | expert_summary(row) for row in run.rows if any(key.startswith("train/") for key in row)]
     evaluated = [row for row in run.rows if any(key.startswith("eval/") for key in row)]
     axes = Axes(run)
     return RunSeries(
@@ -115,11 +115,9 @@ def _clock(run: RunRecord) -> tuple[list[float], list[float]]:
     """(steps, hours of training after which each step was done), both ascending.
 
     The hours come from the rows' times, without the pauses between attempts. They come from the step times
-    if rows have no time or the clock was changed.
+    if the clock was changed.
     """
     timed = [row for row in run.rows if finite_number(row.get("time")) is not None]
-    if not timed:
-        return _clock_of_step_times(run.rows)
     times = (finite_number(attempt.get("time")) for attempt in run.attempts)
     starts = sorted(time for time in times if time is not None)
     steps, hours = [], []
@@ -135,18 +133,6 @@ def _clock(run: RunRecord) -> tuple[list[float], list[float]]:
         before, last = row["time"], row["step"]
         steps.append(float(last))
         hours.append(total / 3600)
-    return steps, hours
-
-
-def _clock_of_step_times(rows: Iterable[Row]) -> tuple[list[float], list[float]]:
-    steps, hours, last, total = [], [], 0, 0.0
-    for row in rows:
-        seconds = finite_number(row.get("perf/step_seconds"))
-        if seconds is not None:
-            total += seconds * (row["step"] - last)
-            last = row["step"]
-            steps.append(float(last))
-            hours.append(total / 3600)
     return steps, hours
 
 
@@ -168,23 +154,6 @@ def _columns(rows: Sequence[Row], prefixes: tuple[str, ...], axes: Axes) -> dict
             known = (values[each][~np.isnan(values[each])] for each in bins)
             columns[key] = [_rounded(float(reduce(each))) if each.size else None for each in known]
     return columns
-
-
-def _with_experts(row: Row) -> Row:
-    """A row with the metrics of its layers (`moe/layer_N/…`) summarised under `experts/…`."""
-    found: dict[str, list[float]] = {}
-    for key, value in row.items():
-        if key.startswith("moe/layer_") and finite_number(value) is not None:
-            found.setdefault(key.rpartition("/")[2], []).append(value)
-    summary: Row = {}
-    if loads := found.get("load_max"):
-        summary["experts/load_max"] = max(loads)
-    if dead := found.get("dead_experts"):
-        summary["experts/dead"] = sum(dead)
-    if entropy := found.get("router_entropy"):
-        summary["experts/entropy_mean"] = sum(entropy) / len(entropy)
-        summary["experts/entropy_lowest"] = min(entropy)
-    return row | summary
 
 
 def _skipped(rows: Sequence[Row], axes: Axes) -> list[dict[str, Any]]:

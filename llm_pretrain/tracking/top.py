@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llm_pretrain.config.schema import Range
-from llm_pretrain.errors import ConfigError, printable
+from llm_pretrain.errors import printable
 from llm_pretrain.files import open_plain
 from llm_pretrain.runs.record import check_run_folder, fault_lines, is_run_folder, read_run
 from llm_pretrain.runs.replays import difference_lines
@@ -48,21 +48,18 @@ def watch_runs(
     """Show runs until all have ended or the user interrupts; once, where the output is no terminal.
 
     Args:
-        paths: Folders of runs, which may be created later, or folders of such folders.
+        paths: Folders of runs, or folders of such folders.
         once: Show the table once and leave.
         seconds: Time between two looks.
         console: Output; by default standard output.
         sleep: Called with `seconds` between two looks.
 
     Raises:
-        ConfigError: a path is no run's folder, nor a place where a run may be about to start.
+        ConfigError: a path is no run's folder, nor a folder of runs.
     """
     console = console or Console(highlight=False)
     console.width = max(console.width, MIN_WIDTH)
     follows = not once and console.is_terminal
-    for path in paths:
-        if not (_runs_in(path) or (follows and _may_become_a_run(path))):
-            check_run_folder(path)
     runs = _look_at(paths)
     if follows and not all(run.ended for run in runs):
         try:
@@ -77,54 +74,39 @@ def watch_runs(
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """The run folders directly in a folder, by name; empty if there are none."""
-    try:
-        return sorted(each for each in path.iterdir() if each.is_dir() and is_run_folder(each))
-    except OSError:
-        return []
-
-
-def _may_become_a_run(path: Path) -> bool:
-    """Whether a run may be about to start at `path`: no folder yet, or one with only hidden files."""
-    try:
-        return all(each.name.startswith(".") for each in path.iterdir())
-    except FileNotFoundError:
-        return path.resolve().parent.is_dir()
-    except OSError:
-        return False
+    """The folder if it is a run's, else the runs directly in it, by name; ConfigError if there are none."""
+    inside = []
+    if path.is_dir() and not is_run_folder(path):
+        inside = sorted(each for each in path.iterdir() if is_run_folder(each))
+    if not inside:
+        check_run_folder(path)
+    return inside or [path]
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One run's line of the table, and its remarks below the table; `waiting` before the run has a folder."""
+    """One run's line of the table, and its remarks below the table."""
 
     name: str
-    state: str = "waiting"
-    step: str = "-"
-    loss: str = "-"
-    tokens_per_second: str = "-"
-    time_left: str = "-"
-    age: str = "-"
-    remarks: tuple[str, ...] = ()
+    state: str
+    step: str
+    loss: str
+    tokens_per_second: str
+    time_left: str
+    age: str
+    remarks: tuple[str, ...]
 
     @property
     def ended(self) -> bool:
-        return self.state not in ("waiting", "running", "unknown")
+        return self.state not in ("running", "unknown")
 
 
 def _look_at(paths: Sequence[Path]) -> list[_Run]:
-    return [
-        _read(folder)
-        for path in paths
-        for folder in ([path] if is_run_folder(path) else _runs_in(path) or [path])
-    ]
+    return [_read(folder) for path in paths for folder in _runs_in(path)]
 
 
 def _read(folder: Path) -> _Run:
-    try:
-        record = read_run(folder, metrics=False)
-    except ConfigError:  # the folder is not there yet, or was deleted meanwhile
-        return _Run(printable(folder.resolve().name))
+    record = read_run(folder, metrics=False)
     newest = _newest_numbers(folder / "metrics.jsonl", record.problems)
     loss, speed, when = (newest.get(key) for key in ("train/loss", "perf/tokens_per_second", "time"))
     status, seconds = record.status.get("step"), newest.get("perf/step_seconds")

@@ -8,7 +8,6 @@ warning; metrics.jsonl has everything that trackers get.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import logging
 import os
 import queue
@@ -25,8 +24,8 @@ from typing import Any, TextIO
 from llm_pretrain.config.loading import to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import printable
-from llm_pretrain.runs.rows import finite_number
-from llm_pretrain.text import duration, quantity, size_text
+from llm_pretrain.runs.rows import expert_summary, finite_number
+from llm_pretrain.text import duration, quantity, size_text, type_and_reason
 
 Row = Mapping[str, Any]
 
@@ -139,16 +138,13 @@ def _training_parts(row: Row) -> Iterator[str]:
 
 
 def _expert_parts(row: Row) -> Iterator[str]:
-    """Summary of the experts: largest load over mean load, number of dead experts, mean router entropy."""
-    layers = row.get("moe/load") or []
-    loads = [max(layer) * len(layer) / sum(layer) for layer in layers if layer and sum(layer) > 0]
-    loads = loads or _per_layer(row, "load_max")
-    if loads:
-        yield f"load {max(loads):.2f}x"
-    if dead := _per_layer(row, "dead_experts"):
-        yield f"dead {round(sum(dead))}"
-    if entropy := _per_layer(row, "router_entropy"):
-        yield f"entropy {sum(entropy) / len(entropy):.2f}"
+    found = expert_summary(row)
+    if "experts/load_max" in found:
+        yield f"load {found['experts/load_max']:.2f}x"
+    if "experts/dead" in found:
+        yield f"dead {found['experts/dead']:.0f}"
+    if "experts/entropy_mean" in found:
+        yield f"entropy {found['experts/entropy_mean']:.2f}"
 
 
 def _evaluation_parts(row: Row) -> Iterator[str]:
@@ -161,14 +157,6 @@ def _evaluation_parts(row: Row) -> Iterator[str]:
     for key, label in labels.items():
         if key in row:
             yield f"{label} {_number(row[key], '.2f' if key == 'eval/perplexity' else '.4f')}"
-
-
-def _per_layer(row: Row, name: str) -> list[float]:
-    return [
-        value
-        for key, value in row.items()
-        if key.startswith("moe/layer_") and key.endswith(f"/{name}") and finite_number(value) is not None
-    ]
 
 
 def _number(value: object, spec: str) -> str:
@@ -225,7 +213,7 @@ class Trackers:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry can delay the exit
             import wandb  # noqa: F401
         except Exception as error:
-            warn(f"wandb is left out: {_reason(error)}; logging.wandb_mode disabled silences this")
+            warn(f"wandb is left out: {type_and_reason(error)}; logging.wandb_mode disabled silences this")
             return
         self._wandb = _WandbThread(config, Path(run_folder), self.wandb_id, warn)
         self._wandb.start()
@@ -285,16 +273,13 @@ class _TensorBoard:
             yield
         except Exception as error:
             self._writer = None
-            self._warn(f"TensorBoard is left out from here on: {_reason(error)}; metrics.jsonl goes on")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Finish:
-    exit_code: int
+            self._warn(
+                f"TensorBoard is left out from here on: {type_and_reason(error)}; metrics.jsonl goes on"
+            )
 
 
 class _WandbThread(threading.Thread):
-    """Runs every call of wandb that can block: init, log, finish."""
+    """Runs every call of wandb that can block: init, log of rows in the queue, finish with an exit code."""
 
     def __init__(self, config: Config, folder: Path, wandb_id: str, warn: Callable[[str], None]):
         super().__init__(name="wandb", daemon=True)
@@ -304,14 +289,14 @@ class _WandbThread(threading.Thread):
         self._warn = warn
         self._failed = False
         self._exit_hooks: list[Callable[..., object]] = []
-        self._queue: queue.SimpleQueue[dict[str, Any] | _Finish] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[dict[str, Any] | int] = queue.SimpleQueue()
 
-    def put(self, item: dict[str, Any] | _Finish) -> None:
+    def put(self, item: dict[str, Any] | int) -> None:
         if not self._failed:
             self._queue.put(item)
 
     def close(self, exit_code: int, seconds: float) -> None:
-        self.put(_Finish(exit_code))
+        self.put(exit_code)
         self.join(seconds)
         if self.is_alive():
             self._give_up(f"it took more than {seconds:.0f} s to finish")
@@ -322,9 +307,9 @@ class _WandbThread(threading.Thread):
                 run = self._start()
             while isinstance(item := self._queue.get(), dict):
                 run.log(item)
-            run.finish(exit_code=item.exit_code)
+            run.finish(exit_code=item)
         except BaseException as error:  # training goes on without wandb whatever the error
-            self._give_up(_reason(error))
+            self._give_up(type_and_reason(error))
 
     def _give_up(self, reason: str) -> None:
         if not self._failed:
@@ -341,7 +326,7 @@ class _WandbThread(threading.Thread):
             if mode == "offline":
                 raise
             self._warn(
-                f"wandb is not reached: {_reason(error)}; the run is recorded offline in "
+                f"wandb is not reached: {type_and_reason(error)}; the run is recorded offline in "
                 f"{self._folder / 'wandb'}, for `wandb sync` to send later"
             )
             import wandb
@@ -394,8 +379,3 @@ def _recorded_exit_hooks(package: str, hooks: list[Callable[..., object]]) -> It
         yield
     finally:
         atexit.register = register
-
-
-def _reason(error: BaseException) -> str:
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

@@ -17,7 +17,7 @@ import torch
 from llm_pretrain.checkpoints.manifest import ResumePoint, newest_run_id
 from llm_pretrain.config.loading import resolve_model, to_dict
 from llm_pretrain.config.tree import Config
-from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
+from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.data.assembly import Batch
 from llm_pretrain.data.loader import evaluation_batches, global_batches, open_stores, worker_errors
 from llm_pretrain.data.store import TokenStore
@@ -25,9 +25,8 @@ from llm_pretrain.distributed.collectives import any_rank, run_on_all_ranks, run
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, printable
 from llm_pretrain.export.hf_architectures import match_hf_architecture
 from llm_pretrain.launch.out_of_memory import check_memory, explain_out_of_memory
-from llm_pretrain.launch.peer_failure import peer_failure
 from llm_pretrain.launch.process import SignalHandler
-from llm_pretrain.launch.watchdog import heartbeat, report_hangs_to
+from llm_pretrain.launch.watchdog import heartbeat, peer_failure, report_hangs_to
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.moe import update_router_bias
 from llm_pretrain.model.sizes import count_parameters
@@ -459,7 +458,7 @@ def config_diff(path: Path, config: Config) -> list[str]:
     """
     try:
         before = read_yaml_file(path)
-    except (OSError, ValueError, YamlError):
+    except (OSError, ValueError):
         return []
     lines = []
     for section, fields in to_dict(config).items():

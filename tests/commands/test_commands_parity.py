@@ -464,7 +464,7 @@ def test_error_lines_are_the_cause_and_not_the_launchers_summary(tmp_path):
         "W1122 signal\n======\ntorch.distributed.elastic.ChildFailedError: \ntime : now\nexitcode : 65\n"
     )
     assert last_error_lines(log) == ["error: data.sources: no store"]
-    log.write_text("ValueError: the cause\nsubprocess.CalledProcessError: Command '[…]' returned 1\n")
+    log.write_text("Traceback\nValueError: the cause\n")
     assert last_error_lines(log) == ["ValueError: the cause"]
     log.write_text("nothing but\nwords\n")
     assert last_error_lines(log) == ["nothing but", "words"]

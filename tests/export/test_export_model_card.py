@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from llm_pretrain.config.evaluation_config import EvaluationConfig
 from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import (
     CheckpointConfig,
     Config,
     DataConfig,
+    EvaluationConfig,
     OptimizerConfig,
     RunConfig,
     SourceConfig,

@@ -58,10 +58,7 @@ def check_line(launch: Launch, finished: Finished, *, rank: int = 0) -> str:
 WIDE = ("--model.hidden_size", "512", "--model.moe_intermediate_size", "2200", "--model.num_experts", "8")
 """It would fit were it alone in the process, so it is not refused."""
 BEFORE = r"out of memory before the model was built: 14\d,[\d,]+ parameters take 2\.1 TiB"
-STEP = (
-    r"[\d.]+ .iB asked for, [\d.]+ .iB left of what the process may have.*"
-    r"training.micro_batch_size 1024 instead of 1536 \(the result stays\), training.activation_check"
-)
+STEP = r"allocate.*training.micro_batch_size 1024 instead of 1536 \(the result stays\), training.activation"
 
 
 @pytest.mark.slow
@@ -70,7 +67,7 @@ STEP = (
     [
         ("python", LIMIT, HUNGRY, STEP),
         *((command, 4_000_000_000, HUGE, BEFORE) for command in ("python", "torchrun", "accelerate")),
-        *((command, 950_000_000, WIDE, "asked for") for command in ("python", "python accelerate")),
+        *((command, 950_000_000, WIDE, "allocate") for command in ("python", "python accelerate")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

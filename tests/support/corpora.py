@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.config.evaluation_config import EvaluationConfig
-from llm_pretrain.config.tree import Config, DataConfig, SourceConfig, TrainingConfig
+from llm_pretrain.config.tree import Config, DataConfig, EvaluationConfig, SourceConfig, TrainingConfig
 from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.store import TokenStore, facts_digest
 

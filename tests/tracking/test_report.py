@@ -57,7 +57,7 @@ def test_tokens_after_the_last_logged_row_continue_its_slope(tmp_path):
     rows = [training_row(10), {"step": 10, "eval/loss": 3.0}, {"step": 15, "eval/loss": 2.5}]
     page = report(make_run(tmp_path / "run", rows, config={"training": {"max_steps": 15}}, step=15))
     assert page.data["runs"][0]["evaluation"]["tokens"] == [10_000, 15_000]
-    assert "Tokens about 15k " in page.text
+    assert "Tokens 15k " in page.text
     exact = report(make_run(tmp_path / "exact", [training_row(10), training_row(15)], step=15))
     assert "Tokens 15k " in exact.text
     assert "Tokens 15k " in report(make_run(tmp_path / "odd", [training_row(15)], step=10**400)).text

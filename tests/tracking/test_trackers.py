@@ -123,7 +123,7 @@ def test_a_failing_tracker_warns_once_and_is_dropped(wandb, tmp_path):
     tracked.close(0)
     assert wandb.attempts == 1
     assert len(warnings) == 1
-    assert "RuntimeError: no more;" in warnings[0]
+    assert "RuntimeError: no more rows;" in warnings[0]
 
 
 @pytest.mark.parametrize(

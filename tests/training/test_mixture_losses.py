@@ -12,8 +12,7 @@ import torch
 from support.corpora import make_config, make_store
 from support.launching import ROOT, Finished, train
 
-from llm_pretrain.config.evaluation_config import EvaluationConfig
-from llm_pretrain.config.tree import Config
+from llm_pretrain.config.tree import Config, EvaluationConfig
 from llm_pretrain.data.assembly import Batch
 from llm_pretrain.data.loader import evaluation_batches, global_batches
 from llm_pretrain.data.store import TokenStore

@@ -15,7 +15,7 @@ from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, DataError, StuckError
 from llm_pretrain.launch import process
-from llm_pretrain.launch.peer_failure import collective_timeout, peer_failure
+from llm_pretrain.launch.watchdog import collective_timeout, peer_failure
 
 CLOSED = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:21343. "
