@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from support.checkpoint_helpers import Run
 from support.corpora import make_tokenizer
 
 from llm_pretrain.checkpoints import weight_files, weights
@@ -151,6 +152,12 @@ def test_a_failed_export_leaves_the_last_one(tmp_path, tokenizer_folder, monkeyp
 
 
 # Large ones: in shards that everybody opens. Text ends where a turn ends.
+
+
+def test_weights_are_not_a_resume_source(tmp_path, tokenizer_folder):
+    path = write(tmp_path / "weights", tokenizer_folder)
+    with pytest.raises(CheckpointError, match="found exported weights"):
+        Run(tmp_path / "checkpoints").restore(source=path)
 
 
 def test_shards_hold_every_tensor_once_within_their_size(tmp_path, monkeypatch):

@@ -73,7 +73,7 @@ def test_flops_become_a_configuration(folder, capsys, monkeypatch):
     assert plan(folder, "--flops", "3e14", "--world-size", "2") == 0
     text = capsys.readouterr().out
     (warning,) = [line for line in text.splitlines() if "a step is estimated" in line]
-    assert "in each of 2 processes, the machine has 976.6 KiB" in warning
+    assert "the machine has for each process 488.3 KiB" in warning
     assert text.startswith("plan for 3e+14 FLOPs on 2 processes here, by 12 points of 4 sizes")
     assert "in 90% of runs" in text
     config = load_config(["--config", str(folder / "night.yaml")], world_size=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -165,13 +166,22 @@ def test_workers_give_the_same_batches_and_keep_no_file_open(masked_store: Token
     ],
 )
 def test_an_error_in_a_worker_is_one_line(
-    store: TokenStore, error: Exception | None, expected: type[Exception], message: str
+    store: TokenStore,
+    error: Exception | None,
+    expected: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    # a loader's end waits twice so long for a worker that ignores signals; a training process kills it
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.01)
     sampler = global_batches(make_config(store), start_step=0).batch_sampler
     loader = loading._loader(Faulty(error), sampler, 1)  # type: ignore[arg-type]
     with pytest.raises(expected, match=message) as caught:
         next(windows(loader, 2))
     assert "\n" not in str(caught.value)
+    del loader, caught
+    gc.collect()
+    loading._end_workers()
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,6 @@ def zero_config(**fields: object) -> Config:
     ("variable", "value", "named"),
     [
         ("ACCELERATE_USE_FSDP", "true", ("distributed.strategy: deepspeed", "runs fsdp")),
-        ("ACCELERATE_USE_CPU", "true", ("distributed.strategy: deepspeed", "use_cpu")),
         ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2", ("distributed.zero_stage: 3", "zero_stage is 2")),
         ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0", ("distributed.zero_stage", "zero_stage is 0")),
         ("ACCELERATE_GRADIENT_CLIPPING", "0.5", ("training.max_grad_norm: 1.0", "gradient_clipping is 0.5")),

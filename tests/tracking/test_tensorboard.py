@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from support.run_folders import training_row
 
-from llm_pretrain.config.loading import from_dict, validate
+from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.runs.rows import MetricsWriter, read_metrics
 from llm_pretrain.tracking.trackers import Trackers
@@ -104,18 +103,6 @@ def test_a_writer_that_fails_gives_one_warning(tmp_path, monkeypatch):
         (warning,) = warnings
         assert said in warning
         assert len(read_metrics(tmp_path / name / "metrics.jsonl")) == 2
-
-
-def test_without_the_package_the_configuration_is_refused(monkeypatch):
-    from llm_pretrain.config import tree
-
-    monkeypatch.setattr(
-        tree, "find_spec", lambda name: None if name == "tensorboard" else importlib.util.find_spec(name)
-    )
-    problems = [line for line in validate(config(), needs_data=False) if line.startswith("logging.")]
-    assert len(problems) == 1
-    assert "llm_pretrain[tensorboard]" in problems[0]
-    assert not [line for line in validate(config(tensorboard=False), needs_data=False) if "logging" in line]
 
 
 def test_only_the_enabled_process_writes(tmp_path):

@@ -81,6 +81,8 @@ CASES = {
     "spikes that are skipped": Case("skip", IN_SPIKES),
     "spikes that are rolled back": Case("rollback", IN_SPIKES),
 }
+SLOW = {"killed after an evaluation", "stopped in an evaluation", "spikes that are rolled back"}
+"""The last evaluation and skipped spikes have the same code."""
 
 CHANGES = {
     "sparse": "logging.logging_steps=3 evaluation.eval_steps=0",
@@ -207,13 +209,19 @@ def check(run: Finished, straight: Finished) -> None:
     assert weights(run) == weights(straight)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()],
+)
 def test_a_stopped_and_killed_run_ends_as_the_other(case: Case, runs: Runs, tmp_path: Path):
-    straight, run = runs.straight(case.run), interrupted(runs, case, tmp_path / "run")
-    check(run, straight)
+    check(interrupted(runs, case, tmp_path / "run"), runs.straight(case.run))
+
+
+def test_a_finished_run_is_left_as_it_is(runs: Runs):
+    run = runs.straight("evaluated")
     steps = run.raw_steps()
-    assert runs.train(case.run, run.folder).exit_code == 0
-    assert run.raw_steps() == steps, "a finished run is left as it is"
+    assert runs.train("evaluated", run.folder).exit_code == 0
+    assert run.raw_steps() == steps
 
 
 def test_the_runs_have_what_matters(runs: Runs):
