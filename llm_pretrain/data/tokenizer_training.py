@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from llm_pretrain.data.documents import EMPTY, RecordError, parse_record
 from llm_pretrain.data.readers import read_records
-from llm_pretrain.data.tokenizers import MAX_VOCAB_SIZE, SPACE_SPLIT, Tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers import SPACE_SPLIT, Tokenizer, open_tokenizer
 from llm_pretrain.errors import ConfigError, DataError
 
 TokenizerType = Literal["sentencepiece-bpe", "sentencepiece-unigram", "char", "bytelevel-bpe"]
@@ -71,8 +71,6 @@ def train_tokenizer(
         raise ConfigError(f"--vocab_size: expected a size for --type {type}, found none; add --vocab_size N")
     if vocab_size is not None and vocab_size < 1:
         raise ConfigError(f"--vocab_size: expected more than 0, found {vocab_size}")
-    if vocab_size is not None and vocab_size > MAX_VOCAB_SIZE:  # libraries allocate it at once
-        raise ConfigError(f"--vocab_size: expected at most {MAX_VOCAB_SIZE}, found {vocab_size}")
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder}: expected a new or empty folder, found one in use; choose another")
