@@ -362,64 +362,32 @@ def _records_of_stream(index: int, source: Source, file: BinaryIO, text_column: 
     return iter([RawRecord(source.name, 0, file.read(RECORD_BYTES + 1), "text", index)])
 
 
-class _RowTooLargeError(csv.Error):
-    """A row larger than RECORD_BYTES; after a quote that stays open, the rest of the file is one row."""
-
-
-class _RowLines:
-    """The lines of a .csv file; `number` counts lines, `size` counts characters of the current row."""
-
-    def __init__(self, stream: io.TextIOBase):
-        self._stream = stream
-        self.number = self.size = 0
-
-    def __iter__(self) -> _RowLines:
-        return self
-
-    def __next__(self) -> str:
-        line = self._stream.readline(RECORD_BYTES + 1)
-        if not line:
-            raise StopIteration
-        self.number += 1
-        self.size += len(line)
-        if self.size > RECORD_BYTES:
-            while line and not line.endswith(("\n", "\r")):
-                line = self._stream.readline(_CHUNK)
-            raise _RowTooLargeError(
-                f"expected at most {RECORD_BYTES} bytes in one row; is a quote left open?"
-            )
-        return line
-
-
 def _delimited(
     index: int, name: str, file: BinaryIO, text_column: str, *, delimiter: str
 ) -> Iterator[RawRecord]:
     """Yields the rows of a .csv or .tsv file with a header line; `line` is the last line of the row."""
     csv.field_size_limit(sys.maxsize)
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        lines = _RowLines(stream)
-        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        rows = csv.reader(stream, delimiter=delimiter, strict=True)
         try:
             header = next(filter(None, rows), None)  # blank lines may precede the header
         except csv.Error as error:
             raise DataError(f"{name}: expected the names of the columns first, found: {error}") from error
         columns = choose_columns(name, header, text_column) if header else []
         while header:
-            lines.size = 0
             try:
                 row = next(rows, None)
             except csv.Error as error:
-                cause = TOO_LARGE if isinstance(error, _RowTooLargeError) else "invalid CSV"
-                yield bad_record(name, lines.number, cause, str(error), index)
+                yield bad_record(name, rows.line_num, "invalid CSV", str(error), index)
                 continue
             if row is None:
                 return
             if len(row) == len(header):
                 fields = {column: row[header.index(column)] for column in columns}
-                yield _record_of_row(index, name, lines.number, fields, text_column)
+                yield _record_of_row(index, name, rows.line_num, fields, text_column)
             elif row:
                 detail = f"expected {len(header)} columns, found {len(row)}"
-                yield bad_record(name, lines.number, "wrong number of columns", detail, index)
+                yield bad_record(name, rows.line_num, "wrong number of columns", detail, index)
 
 
 def _record_of_row(index: int, name: str, line: int, fields: dict[str, str], text_column: str) -> RawRecord:

@@ -259,21 +259,6 @@ def test_a_bad_row_is_named_by_its_place(tmp_path: Path, name: str, content: byt
     assert caught.value.cause == cause
 
 
-@pytest.mark.parametrize("rest", [b"x,y\r\n" * 50, b"x" * 300 + b"\n", b'","\n' * 75])
-def test_a_row_of_a_csv_file_has_the_limit_of_a_record(
-    tmp_path: Path, rest: bytes, monkeypatch: pytest.MonkeyPatch
-):
-    """Without it an open quote reads the rest of the file into memory."""
-    monkeypatch.setattr(readers, "RECORD_BYTES", 200)
-    (tmp_path / "a.csv").write_bytes(b'id,text\n1,one\n2,"open' + rest + b"3,three\n")
-    found = [(record.line, record.kind) for record in read_records([str(tmp_path / "a.csv")])]
-    texts = [line for line, kind in found if kind == "text"]
-    assert (texts[0], texts[-1]) == (2, 3 + rest.count(b"\n"))
-    bad = next(record for record in read_records([str(tmp_path / "a.csv")]) if record.kind == "bad")
-    assert bad.data.startswith(b"record too large\nexpected at most 200 bytes in one row")
-    assert found == sorted(found)
-
-
 @pytest.mark.parametrize("blank", ["\n", "\r\n", "\n\n\n"])
 def test_blank_lines_before_the_first_row_lose_nothing(tmp_path: Path, blank: str):
     contents = {"a.csv": "text\none\n\ntwo\n", "a.json": '{"text": "one"}\n\n{"text": "two"}\n'}
