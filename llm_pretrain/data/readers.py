@@ -1,4 +1,4 @@
-"""Reads files of every format and compression into raw records, in order and in bounded memory."""
+"""Reads files of every format and compression into raw records, in order."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import io
 import json
 import lzma
 import os
+import re
 import sys
 import warnings
 import zlib
@@ -33,6 +34,7 @@ from llm_pretrain.data.inputs import TABLE_SUFFIXES, Source, find_sources
 from llm_pretrain.data.tables import choose_columns, hub_records, table_records
 from llm_pretrain.errors import DataError
 from llm_pretrain.files import open_plain
+from llm_pretrain.text import reason_of
 
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)
 """Raised when a damaged compressed file is read."""
@@ -155,80 +157,32 @@ def _is_json(line: bytes) -> bool:
         return False
 
 
+_MARK = re.compile(r"\s*(.?)\s*", re.DOTALL)
+
+
 def _elements(index: int, name: str, file: BinaryIO) -> Iterator[RawRecord]:
-    """The elements of a JSON array, counted from 1. Reading ends at a malformed element."""
-    number = 0
+    """The elements of a JSON array, counted from 1, of a file that is read as a whole.
+
+    Reading ends at a malformed element.
+    """
+    with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+        text = stream.read()
+    if re.fullmatch(r"\s*\[\s*\]\s*", text):
+        return
+    scan, expected, number, end = json.JSONDecoder().raw_decode, "[", 0, 0
     try:
-        with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-            window = _JsonWindow(stream)
-            window.expect("[")
-            while number or window.next() != "]":
-                data = window.value()
-                number += 1
-                yield RawRecord(name, number, data.encode("utf-8", "surrogateescape"), "json", index)
-                if window.expect(",]") == "]":
-                    break
-            else:
-                window.expect("]")
-            if window.next():
-                raise ValueError("more text behind its end")
+        while (mark := _MARK.match(text, end)) and mark[1] != "]":
+            if not mark[1] or mark[1] not in expected:
+                raise ValueError(f"{mark[1] or 'the end'} in place of {' or '.join(expected)}")
+            _, end = scan(text, mark.end())
+            number, expected = number + 1, ",]"
+            data = text[mark.end() : end].encode("utf-8", "surrogateescape")
+            yield RawRecord(name, number, data, "json", index)
+        if mark and mark.end() < len(text):
+            raise ValueError("more text behind its end")
     except (ValueError, RecursionError) as error:
-        detail = f"expected a JSON array, found: {str(error) or 'nesting too deep'}"
+        detail = f"expected a JSON array, found: {reason_of(error)}"
         yield bad_record(name, number + 1, "invalid JSON", detail, index)
-
-
-class _JsonWindow:
-    """A sliding window over a long JSON text; it holds at most the longest value."""
-
-    def __init__(self, stream: io.TextIOBase):
-        self._stream = stream
-        self._text = ""
-        self._position = 0
-        self._scan = json.JSONDecoder().raw_decode
-
-    def next(self) -> str:
-        """The next non-space character, or an empty string at the end."""
-        while True:
-            while self._position < len(self._text):
-                if not self._text[self._position].isspace():
-                    return self._text[self._position]
-                self._position += 1
-            if not self._grow():
-                return ""
-
-    def expect(self, expected: str) -> str:
-        """Consumes and returns one of the characters `expected`."""
-        found = self.next()
-        if not found or found not in expected:
-            raise ValueError(f"{found or 'the end'} in place of {' or '.join(expected)}")
-        self._position += 1
-        return found
-
-    def value(self) -> str:
-        """Consumes one value and returns its text."""
-        self.next()
-        while True:
-            try:
-                _, end = self._scan(self._text, self._position)
-                if end < len(self._text):  # else more digits may follow a number
-                    break
-            except ValueError as error:
-                if not self._grow():
-                    raise ValueError(str(error).split(":")[0]) from error
-                continue
-            if not self._grow():
-                break
-        text, self._position = self._text[self._position : end], end
-        return text
-
-    def _grow(self) -> bool:
-        """Doubles the window, so that the time for a long value stays linear."""
-        kept = self._text[self._position :]
-        if len(kept) > RECORD_BYTES:
-            raise ValueError(f"one of more than {RECORD_BYTES} bytes, or one without an end")
-        more = self._stream.read(max(_CHUNK, len(kept)))
-        self._text, self._position = kept + more, 0
-        return bool(more)
 
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

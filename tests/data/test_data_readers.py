@@ -326,7 +326,7 @@ def test_one_text_of_a_dictionary_that_is_no_utf8_leaves_the_others(tmp_path: Pa
         parse_record(bad)
 
 
-def test_a_long_document_and_many_small_ones_pass_the_json_window(tmp_path: Path):
+def test_a_long_document_and_many_small_ones_are_elements_of_an_array(tmp_path: Path):
     texts = ["x" * 3_000_000, *("y" * index for index in range(1, 3000))]
     (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts]))
     assert texts_of(tmp_path / "a.json") == texts
