@@ -308,24 +308,6 @@ def test_invalid_utf8_in_a_table_costs_only_its_row(tmp_path: Path):
         parse_record(bad)
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_one_text_of_a_dictionary_that_is_no_utf8_leaves_the_others(tmp_path: Path, name: str):
-    values = pyarrow.array([b"one", b"\xff", b"three"], pyarrow.binary()).view(pyarrow.string())
-    column = pyarrow.DictionaryArray.from_arrays(
-        pyarrow.array([0, 1, 2, 0], pyarrow.int32()), values, safe=False
-    )
-    table = pyarrow.table({"text": column})
-    if name == "a.parquet":
-        pyarrow.parquet.write_table(table, tmp_path / name)
-    else:
-        with pyarrow.ipc.new_file(tmp_path / name, table.schema) as writer:
-            writer.write_table(table)
-    one, bad, three, again = read_records([str(tmp_path / name)])
-    assert [parse_record(record).text() for record in (one, three, again)] == ["one", "three", "one"]
-    with pytest.raises(RecordError, match=rf"{name}:2: invalid UTF-8"):
-        parse_record(bad)
-
-
 def test_a_long_document_and_many_small_ones_are_elements_of_an_array(tmp_path: Path):
     texts = ["x" * 3_000_000, *("y" * index for index in range(1, 3000))]
     (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts]))
