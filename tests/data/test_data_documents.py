@@ -68,13 +68,6 @@ def test_a_bad_record_is_named_by_cause_file_and_line(tmp_path: Path, line: byte
     assert "\n" not in str(caught.value)
 
 
-def test_invalid_utf8_in_a_text_file_is_found_on_its_line(tmp_path: Path):
-    (tmp_path / "a.txt").write_bytes(b"one\ntwo\nth\xffree")
-    (record,) = read_records([str(tmp_path / "a.txt")])
-    with pytest.raises(RecordError, match=r"a\.txt:3: invalid UTF-8"):
-        parse_record(record)
-
-
 def test_a_text_file_is_one_document_to_the_last_byte(tmp_path: Path):
     text = "\ufeff a\r\n\n\tb \x01 \n"
     (tmp_path / "a.txt").write_bytes(text.encode())
