@@ -265,7 +265,7 @@ def _files_of(entry: str, split: str) -> list[tuple[str, Path]]:
         return [(entry, path)]
     if path.exists():
         raise DataError(
-            f"{entry}: expected a file or a folder, found a pipe or device; write what it gives to a file first"
+            f"{entry}: expected a file or a folder, found a pipe or device; write it to a file first"
         )
     if glob.has_magic(entry):
         matches = [Path(match) for match in sorted(glob.glob(entry, recursive=True))]

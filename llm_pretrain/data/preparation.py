@@ -237,8 +237,9 @@ class _Pass:
                 preparation.progress(self._bytes)
             for batch, origin in self._batches():
                 if batch.error:
-                    advice = "; correct it, or leave such records out with --on_error skip"
-                    raise DataError(batch.error + ("" if batch.unmendable else advice))
+                    raise DataError(
+                        f"{batch.error}; correct it, or leave such records out with --on_error skip"
+                    )
                 self._add(batch, origin)
                 if time.monotonic() >= self._next_commit:
                     self._commit()
