@@ -363,7 +363,7 @@ STORE = "store"
 """Subfolder in which the store is written."""
 REPLACED = STORE + "-old"
 """Subfolder of the store being replaced, between the two renames of a commit."""
-_KEPT = ("lock", "pid", MARKER)
+_KEPT = ("lock", MARKER)
 """Names of the files that stay in the folder while a process works in it."""
 
 
@@ -392,14 +392,13 @@ class Workspace:
                 continue  # the lock's last holder has just removed the folder
             except Timeout:
                 raise OutputError(
-                    f"{self._output}: expected no other prepare at work on it, found {self._holder()}; "
-                    "wait until it is done, or choose another --output"
+                    f"{self._output}: expected no other prepare at work on it, found one; wait until it is "
+                    "done, or choose another --output"
                 ) from None
             if (self.folder / "lock").exists():
                 break
             self._lock.release()
         write_marker(self.folder, "prepare")  # before any file that the marker vouches for
-        (self.folder / "pid").write_text(str(os.getpid()))
         self._restore_replaced_store()
         self.state = self._read_state()
         if self.state is None:
@@ -409,30 +408,19 @@ class Workspace:
     def __exit__(self, *_: object) -> None:
         if self.state is None:
             self.remove()
-        if not self._removed:
-            (self.folder / "pid").unlink(missing_ok=True)
         self._lock.release()
 
     def _refuse_other_content(self) -> None:
         """Refuses a folder that no earlier `prepare` left, since everything in it would be deleted."""
-        found = None
+        begun = f".{MARKER}.tmp-"  # left by a process that was killed before it wrote the marker
         with suppress(FileNotFoundError):  # the lock's last holder has just removed the folder
-            entries = list(os.scandir(self.folder))
-            links = [entry.name for entry in entries if entry.is_symlink()]
-            begun = f".{MARKER}.tmp-"  # left by a process that was killed before it wrote the marker
-            names = [entry.name for entry in entries if not entry.name.startswith(begun)]
-            other = [name for name in names if name not in ("lock", "pid")]
-            if self.folder.is_symlink() or links:
-                found = f"a link: {min(links, default=self.folder.name)}"
-            elif other and read_marker(self.folder, "prepare") is None:
-                found = f"{min(other)} in it, and no {MARKER} of it"
-            elif (lock := self.folder / "lock").exists() and lock.stat().st_size:
-                found = "a lock with content"
-        if found:
-            raise OutputError(
-                f"{self.folder}: expected the folder in which {self._output} is prepared, found {found}; "
-                "move it, or choose another --output"
-            )
+            names = [entry.name for entry in os.scandir(self.folder) if not entry.name.startswith(begun)]
+            other = [name for name in names if name != "lock"]
+            if other and read_marker(self.folder, "prepare") is None:
+                raise OutputError(
+                    f"{self.folder}: expected the folder in which {self._output} is prepared, found "
+                    f"{min(other)} in it, and no {MARKER} of it; move it, or choose another --output"
+                )
 
     def _restore_replaced_store(self) -> None:
         """Moves the old store back if a process was killed between the two renames of a commit."""
@@ -474,12 +462,6 @@ class Workspace:
             return content["state"] if same and content["digest"] == _digest(content["state"]) else None
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-
-    def _holder(self) -> str:
-        try:
-            return f"process {int((self.folder / 'pid').read_text())}"
-        except (OSError, ValueError):
-            return "one"
 
 
 def _digest(state: dict[str, Any]) -> str:

@@ -260,11 +260,7 @@ def test_the_test_above_detects_files_that_are_not_truncated(
 def test_a_second_prepare_of_one_output_is_refused(preparation: Preparation, tmp_path: Path):
     partial = tmp_path / ".store.partial"
     partial.mkdir()
-    (partial / "pid").write_text("4711")
-    with (
-        FileLock(partial / "lock"),
-        pytest.raises(OutputError, match=r"store: expected no other.*4711") as caught,
-    ):
+    with FileLock(partial / "lock"), pytest.raises(OutputError, match="store: expected no other") as caught:
         prepare_store(preparation)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 73
