@@ -188,20 +188,16 @@ def _read_model(config_json: dict[str, Any]) -> ModelConfig:
         problems.insert(0, f"config.json: model_type: expected one of {known}, found {model_type!r}{lacking}")
     if architecture is None or problems:
         raise ConfigError(*problems)
-    needed = ["vocab_size", *_COMMON[:5]]
-    if model_type == "solar_open":
-        needed.remove("intermediate_size")  # solar_open has no dense layer
-    missing = [name for name in needed if config_json.get(name) is None]
+    missing = [name for name in ("vocab_size", *_COMMON[:5]) if config_json.get(name) is None]
     if missing:
         raise ConfigError(f"config.json: expected the keys {', '.join(missing)}, found none of that name")
     fields: dict[str, Any] = {name: config_json[name] for name in _COMMON if name in config_json}
-    fields.setdefault("tie_word_embeddings", model_type in ("ernie4_5_moe", "smollm3"))
+    fields.setdefault("tie_word_embeddings", model_type == "ernie4_5_moe")
     fields.setdefault("rms_norm_eps", architecture.rms_norm_eps)
     fields |= _rope_fields(config_json, architecture)
     fields |= {
         "vocab_size": config_json["vocab_size"],
         "head_dim": config_json.get("head_dim") or architecture.head_dim,
-        "hidden_dropout": config_json.get("resid_pdrop") or 0.0,  # key of Phi-3
         **architecture.fixed,
     }
     if architecture.keys:
@@ -263,23 +259,17 @@ def _foreign_features(config_json: dict[str, Any]) -> list[str]:
     """One line per key, of any architecture, whose value our decoder does not support."""
     model_type, layers = config_json.get("model_type"), config_json.get("num_hidden_layers") or 0
     window = config_json.get("sliding_window", 4096 if model_type == "mistral" else None)
-    has_window = model_type in ("mixtral", "mistral", "phi3") or model_type not in HF_ARCHITECTURES
+    has_window = model_type in ("mixtral", "mistral") or model_type not in HF_ARCHITECTURES
     windows = config_json.get("use_sliding_window", has_window)
-    if model_type == "dots1":
-        windows = layers > config_json.get("max_window_layers", 62)
     kinds = set(config_json.get("layer_types") or ()) - {"full_attention"}
     groups = config_json.get("n_group") or 1
     last = config_json.get("moe_layer_end_index", -1)
-    not_rotated = (config_json.get("no_rope_layers") or ()).count(0)
-    if model_type == "smollm3" and config_json.get("no_rope_layers") is None:
-        not_rotated = layers // (config_json.get("no_rope_layer_interval") or 4)
     found = {
         "attention_bias": (config_json.get("attention_bias", False), False),
         "mlp_bias": (config_json.get("mlp_bias", False), False),
         "use_bias": (bool(config_json.get("use_bias", False)), False),
         "sliding_window": (window if windows else None, None),
         "layer_types": (", ".join(sorted(kinds)) or "full_attention", "full_attention"),
-        "no_rope_layers": (f"{not_rotated} without rotation", "0 without rotation"),
         "kv_lora_rank (latent attention)": (config_json.get("kv_lora_rank"), None),
         "attn_logit_softcapping": (config_json.get("attn_logit_softcapping"), None),
         "final_logit_softcapping": (config_json.get("final_logit_softcapping"), None),
@@ -327,9 +317,8 @@ def _rope_fields(config_json: dict[str, Any], architecture: HFArchitecture) -> d
         config_json.get("partial_rotary_factor", architecture.partial_rotary_factor),
     )
     problems = []
-    types = ("default",) if config_json["model_type"] == "phi3" else _ROPE_TYPES  # Phi-3's `yarn` is LongRoPE
-    if kind not in types:
-        problems.append(f"config.json: rope_type: expected one of {', '.join(types)}, found {kind!r}")
+    if kind not in _ROPE_TYPES:
+        problems.append(f"config.json: rope_type: expected one of {', '.join(_ROPE_TYPES)}, found {kind!r}")
     if partial != 1:
         problems.append(f"config.json: partial_rotary_factor: expected 1, found {partial}")
     if problems:
@@ -348,7 +337,7 @@ def _rope_scaling_fields(rope: dict[str, Any], kind: str, config_json: dict[str,
     longest = config_json.get("max_position_embeddings")
     if longest is None:
         raise ConfigError("config.json: expected the key max_position_embeddings, found none of that name")
-    # as in transformers, a value at the top of the file takes precedence (Phi-3 has it there)
+    # as in transformers, a value at the top of the file takes precedence
     original = config_json.get("original_max_position_embeddings") or rope.get(
         "original_max_position_embeddings", longest
     )

@@ -60,10 +60,6 @@ _GLM4_MOE = HFArchitecture(
     rms_norm_eps=1e-5,
     partial_rotary_factor=0.5,
 )
-_SOLAR_KEYS = {
-    **{name: key for name, key in _SIGMOID_KEYS.items() if name != "first_k_dense_replace"},
-    "moe_intermediate_size": (("moe_intermediate_size",), 1280),
-}
 
 HF_ARCHITECTURES: dict[str, HFArchitecture] = {
     "qwen3": HFArchitecture("Qwen3ForCausalLM", fixed={"qk_norm": True}, head_dim=128),
@@ -137,30 +133,8 @@ HF_ARCHITECTURES: dict[str, HFArchitecture] = {
         extra={"qkv_bias": True},  # transformers 4 always has biases, so they are written as zeros
         lacks=("attention_bias",),
     ),
-    "dots1": HFArchitecture(
-        "Dots1ForCausalLM",
-        keys={
-            **_SIGMOID_KEYS,
-            "first_k_dense_replace": (("first_k_dense_replace",), 0),
-            "n_shared_experts": (("n_shared_experts",), None),
-            "norm_topk_prob": (("norm_topk_prob",), False),
-        },
-        fixed={"qk_norm": True, "scoring_func": "sigmoid"},
-        extra=_NO_GROUPS,
-    ),
-    "solar_open": HFArchitecture(
-        "SolarOpenForCausalLM",
-        keys=_SOLAR_KEYS,
-        fixed={"qk_norm": False, "scoring_func": "sigmoid", "first_k_dense_replace": 0},
-        extra=_NO_GROUPS,
-        rope_theta=1e6,
-        rms_norm_eps=1e-5,
-        head_dim=128,
-    ),
-    "phi3": HFArchitecture("Phi3ForCausalLM", fixed={"qk_norm": False}, rms_norm_eps=1e-5),
-    "smollm3": HFArchitecture("SmolLM3ForCausalLM", fixed={"qk_norm": False}, rope_theta=2e6),
 }
-"""`model_type` -> architecture. The last four are only read: an export uses `glm4_moe` or `llama` instead."""
+"""`model_type` -> architecture."""
 
 LACKING = {
     "qwen2": "biases of query, key and value",
@@ -175,11 +149,11 @@ MLP_ONLY_LAYERS = frozenset({"qwen3_moe", "qwen2_moe"})
 MLP_LAYER_TYPES = frozenset({"hy_v3"})
 """Architectures that list the kind of each layer in `mlp_layer_types`."""
 
-ROUTER_BIAS = frozenset({"glm4_moe", "hy_v3", "ernie4_5_moe", "dots1", "solar_open"})
+ROUTER_BIAS = frozenset({"glm4_moe", "hy_v3", "ernie4_5_moe"})
 """Architectures that always have a router bias; if our model has none, the bias is zeros."""
 
 SHARED_EXPERT = frozenset({"glm4_moe", "qwen2_moe"})
-"""Written architectures that always have a shared expert; if our model has none, the expert is zeros."""
+"""Architectures that always have a shared expert; if our model has none, the expert is zeros."""
 
 
 CARRIED = frozenset(

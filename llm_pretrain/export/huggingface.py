@@ -502,7 +502,7 @@ def from_huggingface(
     is_scaled = scales_down_proj(model) and model_type_of(model) is not None
     is_gated = any(name.endswith(_SHARED_GATE) for name in names)
     result: dict[str, Tensor] = {}
-    for disk_name, tensor in _unfused(state, model):
+    for disk_name, tensor in state.items():
         if _layer(disk_name) >= model.num_hidden_layers or disk_name.endswith("rotary_emb.inv_freq"):
             continue  # a layer of multi-token prediction, or a table in old files
         name = _renamed(disk_name, _COMMON_NAMES)
@@ -536,23 +536,6 @@ def _refuse_other_head(head: Tensor | None, embedding: Tensor) -> None:
             "lm_head.weight: expected the values of model.embed_tokens.weight, since config.json says "
             "tie_word_embeddings, found others; set it to false in config.json, or leave the head out"
         )
-
-
-def _unfused(state: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """`state`, with Phi-3's fused projections split into separate tensors."""
-    heads = (model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads)
-    rows_of = {
-        "qkv_proj": {f"{x}_proj": n * model.attention_head_dim for x, n in zip("qkv", heads, strict=True)},
-        "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size),
-    }
-    for name, tensor in state.items():
-        match = re.fullmatch(r"(.*\.)(qkv_proj|gate_up_proj)\.weight", name)
-        rows = rows_of[match[2]] if match else {}
-        if match is None or sum(rows.values()) != len(tensor):
-            yield name, tensor
-            continue
-        for part, piece in zip(rows, tensor.split(list(rows.values())), strict=True):
-            yield f"{match[1]}{part}.weight", piece
 
 
 def _must_be_zero(name: str, model: ModelConfig) -> bool:

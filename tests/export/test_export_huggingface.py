@@ -90,7 +90,6 @@ SHAPES["glm4_moe-linear"] = dataclasses.replace(FINE, **LINEAR)
 OWN_NAMES = ("qwen3", "llama", "qwen3_moe", "mixtral", "glm4_moe")  # modules are called as ours are
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 TOKENS = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(3))
-READ_ONLY = {"dots1", "solar_open", "phi3", "smollm3"}
 HEAD_DIM = "transformers' own layers, vLLM and mlx-lm read it; their default is hidden_size / heads"
 UNDECLARED_KEYS = {
     "llm_pretrain": "settings of ours that the architecture has no key for",
@@ -254,14 +253,10 @@ def test_a_config_has_only_keys_that_its_class_knows(model_type):
     known = {"model_type", *(field.name for field in dataclasses.fields(kind))}
     known |= {*kind.attribute_map, *kind.attribute_map.values()}
     configs = [config for config in SHAPES.values() if match_hf_architecture(config) == model_type]
-    assert bool(configs) != (model_type in READ_ONLY)
+    assert configs
     written = {key for config in configs for key in huggingface_config(config, dtype="bf16", **IDS)}
-    if model_type in READ_ONLY:
-        names = HF_ARCHITECTURES[model_type].keys.values()
-        assert {name for group, _ in names for name in group} <= known
-    else:
-        own = {key for key in UNDECLARED_KEYS if key.startswith(f"{model_type}.")}
-        assert {f"{model_type}.{key}" for key in written - known - UNDECLARED_KEYS.keys()} == own
+    own = {key for key in UNDECLARED_KEYS if key.startswith(f"{model_type}.")}
+    assert {f"{model_type}.{key}" for key in written - known - UNDECLARED_KEYS.keys()} == own
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -282,7 +277,7 @@ def test_a_coefficient_at_the_top_of_an_older_export_is_read():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of packages that are not ours
-@pytest.mark.parametrize("model_type", sorted(HF_ARCHITECTURES.keys() - READ_ONLY))
+@pytest.mark.parametrize("model_type", sorted(HF_ARCHITECTURES))
 @pytest.mark.parametrize("package", ["trl", "peft"])
 def test_one_step_of_fine_tuning(package, model_type, tmp_path, capsys, monkeypatch):
     pytest.importorskip(package, reason=f"needs the package {package}")
