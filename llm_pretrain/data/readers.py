@@ -11,7 +11,6 @@ import json
 import lzma
 import os
 import re
-import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -157,6 +156,8 @@ def _is_json(line: bytes) -> bool:
         return False
 
 
+_ARRAY_CHARACTERS = 1 << 31
+"""Largest .json file with an array, which is read as a whole."""
 _MARK = re.compile(r"\s*(.?)\s*", re.DOTALL)
 
 
@@ -166,7 +167,13 @@ def _elements(index: int, name: str, file: BinaryIO) -> Iterator[RawRecord]:
     Reading ends at a malformed element.
     """
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        text = stream.read()
+        text = stream.read(_ARRAY_CHARACTERS + 1)
+    if len(text) > _ARRAY_CHARACTERS:
+        detail = (
+            f"expected an array of at most {_ARRAY_CHARACTERS} characters; write a record per line (.jsonl)"
+        )
+        yield bad_record(name, 1, TOO_LARGE, detail, index)
+        return
     if re.fullmatch(r"\s*\[\s*\]\s*", text):
         return
     scan, expected, number, end = json.JSONDecoder().raw_decode, "[", 0, 0
@@ -320,9 +327,10 @@ def _delimited(
     index: int, name: str, file: BinaryIO, text_column: str, *, delimiter: str
 ) -> Iterator[RawRecord]:
     """Yields the rows of a .csv or .tsv file with a header line; `line` is the last line of the row."""
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(RECORD_BYTES)  # or an open quote would put the rest of the file into one field
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        rows = csv.reader(stream, delimiter=delimiter, strict=True)
+        lines = iter(partial(stream.readline, RECORD_BYTES + 1), "")
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
             header = next(filter(None, rows), None)  # blank lines may precede the header
         except csv.Error as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,6 +50,8 @@ _SEGMENTS = (
 _CACHED_CHARACTERS = 1 << 23
 MAX_VOCAB_SIZE = 1 << 24
 """Larger ids are an error; a table of that many entries would fill the memory."""
+MAX_GROWTH = 256
+"""Bound of the factor by which normaliser and decoder can lengthen a text; the highest in use is about 30."""
 
 
 class Tokenizer:
@@ -67,7 +71,7 @@ class Tokenizer:
         data = read_data(folder / "tokenizer.json")
         with self.wrapped_errors():
             self._spec: dict[str, Any] = json.loads(data)
-            self._refuse_dropout()
+            self._check_spec()
             self._backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
             self._open(hashlib.sha256(data).hexdigest())
 
@@ -84,11 +88,20 @@ class Tokenizer:
                 f"{self.folder / 'tokenizer.json'}: expected a tokenizer, found: {reason:.300}"
             ) from error
 
-    def _refuse_dropout(self) -> None:
+    def _check_spec(self) -> None:
+        """Refuses dropout (random ids) and text growth at which the library runs out of memory and aborts."""
+        file = self.folder / "tokenizer.json"
         if dropout := self._spec["model"].get("dropout"):
             raise DataError(
-                f"{self.folder / 'tokenizer.json'}: expected model.dropout null, so that a text always has "
-                f"the same ids, found {dropout}; set it to null"
+                f"{file}: expected model.dropout null, so that a text always has the same ids, "
+                f"found {dropout}; set it to null"
+            )
+        parts = (self._spec.get(key) for key in ("normalizer", "pre_tokenizer", "decoder"))
+        growth = math.prod(_growth(component) for part in parts for component in components(part))
+        if growth > MAX_GROWTH:
+            raise DataError(
+                f"{file}: expected a normalizer and decoder that lengthen text up to {MAX_GROWTH} times, "
+                f"found some that do so {min(growth, 1e300):.3g} times; remove their Replace entries"
             )
 
     def _open(self, digest: str) -> None:
@@ -312,6 +325,23 @@ def components(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     else:
         for component in inner:
             yield from components(component)
+
+
+def _growth(component: dict[str, Any]) -> float:
+    """Bound of the factor by which a component lengthens text. Factors multiply: 40 `a` → `aa` give 2^40."""
+    if component["type"] == "ByteLevel":
+        return 2.0  # a byte above 127 becomes a character of two bytes
+    if component["type"] == "Precompiled":
+        data = base64.b64decode(component["precompiled_charsmap"])
+        replacements = data[4 + int.from_bytes(data[:4], "little") :]  # behind a table and its size
+        return max(map(len, replacements.split(b"\0")))
+    if component["type"] != "Replace":
+        return 1.0
+    added = len(component["content"])
+    ((kind, pattern),) = component["pattern"].items()
+    if kind == "String" and pattern:
+        return max(1.0, added / len(pattern))
+    return 1.0 + added  # an expression can match between two characters
 
 
 def piece_decoder(spec: dict[str, Any]) -> Callable[[str], bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import base64
 import io
 import json
 from pathlib import Path
@@ -233,6 +234,36 @@ def test_tokens_that_both_files_name_are_accepted(tmp_path: Path):
     ):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | more))
         open_tokenizer(folder).check_named_tokens()
+
+
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+BETWEEN = {"type": "Replace", "pattern": {"Regex": "(?=a)"}, "content": "a"}
+NESTED_BETWEEN = {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [BETWEEN] * 45}]}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+CHARSMAP = base64.b64encode(bytes(4) + b"x" * 999).decode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 45}},
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [{"type": "Sequence", "normalizers": [BETWEEN] * 45}],
+            }
+        },
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 9999}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 45}},
+        {"decoder": {"type": "Sequence", "decoders": [DOUBLING] * 45}},
+    ],
+)
+def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path: Path, change: dict[str, Any]):
+    """The library would end the process for want of memory."""
+    folder = alter_tokenizer(tmp_path / "t", change)
+    with pytest.raises(DataError, match=r"tokenizer\.json: expected .* that lengthen text up to 256 times"):
+        open_tokenizer(folder)
 
 
 @pytest.mark.parametrize("template", [[1], [{"name": "default"}], 5, None])
