@@ -156,7 +156,7 @@ def _is_json(line: bytes) -> bool:
         return False
 
 
-_ARRAY_CHARACTERS = 1 << 31
+_ARRAY_CHARACTERS = 1 << 30
 """Largest .json file with an array, which is read as a whole."""
 _MARK = re.compile(r"\s*(.?)\s*", re.DOTALL)
 
@@ -169,9 +169,7 @@ def _elements(index: int, name: str, file: BinaryIO) -> Iterator[RawRecord]:
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         text = stream.read(_ARRAY_CHARACTERS + 1)
     if len(text) > _ARRAY_CHARACTERS:
-        detail = (
-            f"expected an array of at most {_ARRAY_CHARACTERS} characters; write a record per line (.jsonl)"
-        )
+        detail = f"expected an array of at most {_ARRAY_CHARACTERS} characters; write lines (.jsonl) instead"
         yield bad_record(name, 1, TOO_LARGE, detail, index)
         return
     if re.fullmatch(r"\s*\[\s*\]\s*", text):
