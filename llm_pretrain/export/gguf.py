@@ -40,34 +40,6 @@ _ALL = slice(None)
 _SOFTMAX, _SIGMOID = 1, 2
 """llama.cpp's values of `expert_gating_func`."""
 
-_NAMES = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-    "mlp.gate.weight": "ffn_gate_inp.weight",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mlp.experts.gate_proj.weight": "ffn_gate_exps.weight",
-    "mlp.experts.up_proj.weight": "ffn_up_exps.weight",
-    "mlp.experts.down_proj.weight": "ffn_down_exps.weight",
-    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
-    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
-    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
-}
-"""Our name of a tensor inside a layer -> llama.cpp's name."""
-_OUTER_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-
 
 class _Entry(NamedTuple):
     """One tensor of the file, from the tensor `source` of our decoder. If `source` is None, it is zeros."""
@@ -135,10 +107,16 @@ def _entries(
     described: dict[str, tuple[int, ...]], model: ModelConfig, architecture: str, dtype: torch.dtype
 ) -> list[_Entry]:
     """All tensors of the file, layer by layer, from the decoder's shapes."""
+    import gguf
+
     entries: list[_Entry] = []
+    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(key, model.num_hidden_layers)
 
     def add(name: str, shape: tuple[int, ...], source: str | None, rows: slice = _ALL) -> None:
-        target = _gguf_name(name, architecture)
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")  # as llama.cpp's converter
+        target = names.get_name(name, (".weight", ".bias"))
+        assert target is not None
         is_fp32 = len(shape) == 1 or "ffn_gate_inp" in target
         entries.append(_Entry(target, shape, torch.float32 if is_fp32 else dtype, source, rows))
 
@@ -337,13 +315,3 @@ def _metadata(model: ModelConfig, architecture: str) -> dict[str, int | float | 
             "leading_dense_block_count": model.moe_layers[0],
         }
     return metadata
-
-
-def _gguf_name(name: str, architecture: str) -> str:
-    """llama.cpp's name of a tensor, from our name; experts are stacked."""
-    if name in _OUTER_NAMES:
-        return _OUTER_NAMES[name]
-    _, _, layer, inner = name.split(".", 3)  # model.layers.LAYER.INNER
-    if inner == "post_attention_layernorm.weight" and architecture == "glm4moe":
-        return f"blk.{layer}.post_attention_norm.weight"
-    return f"blk.{layer}.{_NAMES[inner]}"
