@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llm_pretrain.errors import DataError
-from llm_pretrain.files import read_data, read_object
+from llm_pretrain.files import read_chat_template, read_data, read_object, read_special_tokens
 from llm_pretrain.text import reason_of
 
 TOKENIZER_FILES = (
@@ -123,7 +123,7 @@ class Tokenizer:
                     f"{file}: expected ids 0 to {self.vocab_size - 1} without a gap, found {entry['id']} for "
                     f"the added token {entry['content']!r}, which is read as {index}; correct added_tokens"
                 )
-        named = _special_tokens(self.folder)
+        named = read_special_tokens(self.folder)
         special = {entry["id"] for entry in self._spec.get("added_tokens", []) if entry.get("special")}
         ids = {key: vocabulary.get(token) for key, token in named.items()}
         special |= {token for token in ids.values() if token is not None}
@@ -132,8 +132,8 @@ class Tokenizer:
         self.eos_token_id = ids.get("eos_token")
         self.pad_token_id = ids.get("pad_token")
         self.kind = _kind(self._spec)
-        self.chat_template = _chat_template(self.folder, "default")
-        self.tool_template = _chat_template(self.folder, "tool_use")
+        self.chat_template = read_chat_template(self.folder)
+        self.tool_template = read_chat_template(self.folder, "tool_use")
 
     def check_named_tokens(self) -> None:
         """Raises DataError, with file, key and token, if other files name a token that tokenizer.json lacks.
@@ -267,34 +267,6 @@ def _kind(spec: dict[str, Any]) -> str:
     if any(part["type"] == "ByteLevel" for part in components(spec.get("pre_tokenizer"))):
         return "byte-level BPE"
     return "BPE with byte fallback" if model["merges"] else "characters"
-
-
-def _chat_template(folder: Path, name: str) -> str | None:
-    """Template from chat_template.jinja or else tokenizer_config.json; a single one is named `default`."""
-    template: Any = None
-    if (folder / "chat_template.jinja").is_file():
-        template = read_data(folder / "chat_template.jinja").decode("utf-8", errors="replace")
-    elif (folder / "tokenizer_config.json").is_file():
-        template = read_object(folder / "tokenizer_config.json").get("chat_template")
-    templates = template if isinstance(template, list) else [{"name": "default", "template": template}]
-    entries = [entry for entry in templates if isinstance(entry, dict)]
-    template = next((entry.get("template") for entry in entries if entry.get("name") == name), None)
-    return template if isinstance(template, str) else None
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """{"bos_token": "<s>", …} from tokenizer_config.json, else from special_tokens_map.json."""
-    named: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        if not (folder / file).is_file():
-            continue
-        content = read_object(folder / file)
-        for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            value = content.get(key)
-            token = value.get("content") if isinstance(value, dict) else value
-            if isinstance(token, str):
-                named[key] = token
-    return named
 
 
 def _find_segmenter(spec: dict[str, Any]) -> re.Pattern[str] | None:

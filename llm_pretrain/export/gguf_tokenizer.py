@@ -12,7 +12,7 @@ from typing import Any
 
 from llm_pretrain.errors import DataError
 from llm_pretrain.export.huggingface import chat_template, end_of_turn_id
-from llm_pretrain.files import read_data, read_object
+from llm_pretrain.files import read_data, read_object, read_special_tokens
 from llm_pretrain.text import reason_of
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -229,20 +229,11 @@ def _first_token(path: Path) -> int | None:
 
 
 def _special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
-    """Ids of the tokens bos, eos, unknown and padding, and of the end of a turn.
-
-    tokenizer_config.json has the names of the tokens, or else special_tokens_map.json.
-    """
-    files = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
-    named = [read_object(file).items() for file in files if file.exists()]
-    config = {key: value for items in named for key, value in items if value is not None}
+    """Ids of the tokens bos, eos, unknown and padding, and of the end of a turn."""
     index = {token: i for i, token in enumerate(tokens)}
-    special: dict[str, int] = {}
-    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        value = config.get(f"{ours}_token")
-        token = value.get("content") if isinstance(value, dict) else value
-        if isinstance(token, str) and token in index:
-            special[f"{theirs}_token_id"] = index[token]
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    named = read_special_tokens(folder).items()
+    special = {f"{names[key]}_token_id": index[token] for key, token in named if token in index}
     if (end_of_turn := end_of_turn_id(folder)) is not None:
         special["eot_token_id"] = end_of_turn
     return special

@@ -26,7 +26,7 @@ from llm_pretrain.export.hf_architectures import (
     match_hf_architecture,
     scales_down_proj,
 )
-from llm_pretrain.files import open_safetensors, read_data, read_json, read_object
+from llm_pretrain.files import open_safetensors, read_chat_template, read_json, read_object
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.text import reason_of
 
@@ -613,16 +613,8 @@ def chat_template(folder: Path) -> str | None:
 
     Both tags trim the same white space.
     """
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        template = read_data(file).decode("utf-8", errors="replace")
-    else:
-        config = folder / "tokenizer_config.json"
-        template = read_object(config).get("chat_template") if config.exists() else None
-    if isinstance(template, list):
-        named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    if not isinstance(template, str):
+    template = read_chat_template(folder)
+    if template is None:
         return None
     template = template.encode("utf-8", errors="replace").decode()  # JSON may hold half a surrogate pair
     template = re.sub(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", template)
