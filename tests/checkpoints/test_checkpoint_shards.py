@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from support.corpora import make_tokenizer
 
-from llm_pretrain.checkpoints import weight_files, weights
+from llm_pretrain.checkpoints import weights
 from llm_pretrain.checkpoints.state import Piece
 from llm_pretrain.checkpoints.tensor_files import read_tensors, write_pieces
 from llm_pretrain.checkpoints.weights import convert_weights, save_weights
@@ -49,7 +49,7 @@ def save(folder: Path, tokenizer: Path) -> tuple[Path, Decoder]:
 
 
 def test_shards_hold_every_tensor_once_within_their_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 4000)
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 4000)
     path, model = save(tmp_path / "weights", make_tokenizer(tmp_path / "tokenizer"))
     index = json.loads((path / "model.safetensors.index.json").read_text())
     files = sorted(file.name for file in path.glob("*.safetensors"))
@@ -74,7 +74,7 @@ def test_shards_hold_every_tensor_once_within_their_size(tmp_path, monkeypatch):
 def test_transformers_opens_shards(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 4000)
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 4000)
     path, _ = save(tmp_path / "weights", make_tokenizer(tmp_path / "tokenizer"))
     tokens = torch.arange(20)[None]
     with torch.no_grad():
