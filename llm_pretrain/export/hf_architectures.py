@@ -249,19 +249,10 @@ def _match_sigmoid_architecture(model: ModelConfig) -> str:
     leading = model.num_hidden_layers - len(model.moe_layers)
     if model.moe_layers[0] == leading:
         return "glm4_moe"
-    lacking = [
-        f"model.{name} {wanted}"
-        for name, wanted, there in (
-            ("qk_norm", "true", model.qk_norm),
-            ("norm_topk_prob", "true", model.norm_topk_prob),
-            ("n_shared_experts", "1 or more", model.n_shared_experts > 0),
-        )
-        if not there
-    ]
-    if lacking:
+    if not (model.qk_norm and model.norm_topk_prob and model.n_shared_experts):
         raise ConfigError(
             "model.decoder_sparse_step: no architecture of transformers with model.scoring_func sigmoid has "
             f"dense layers between expert layers; expected 1, found {model.decoder_sparse_step}; "
-            f"{' and '.join(lacking)} would export"
+            "model.qk_norm true, model.norm_topk_prob true and model.n_shared_experts 1 or more would export"
         )
     return "hy_v3"

@@ -41,7 +41,7 @@ class TensorFiles(ExitStack):
     the names grouped by `part_of`.
 
     Raises:
-        CheckpointError: a file is missing or broken, or the folder has a single file and an index of shards.
+        CheckpointError: a file is missing or broken.
     """
 
     def __init__(self, folder: Path):
@@ -49,7 +49,7 @@ class TensorFiles(ExitStack):
         self.folder = folder
         index = folder / INDEX_FILE
         files = ["model.safetensors"]
-        if index.exists():
+        if index.exists() and not (folder / files[0]).exists():  # transformers prefers the single file, too
             try:
                 weight_map = read_json(index)["weight_map"]
                 files = sorted({str(file) for file in weight_map.values()})
@@ -57,18 +57,9 @@ class TensorFiles(ExitStack):
                 raise CheckpointError(f"{index}: expected an index of shards, found: {error}") from error
         if outside := [file for file in files if Path(file).name != file]:
             raise CheckpointError(f"{index}: expected names of files beside it, found {outside[0]!r:.80}")
-        if files != ["model.safetensors"] and (folder / "model.safetensors").exists():
-            raise CheckpointError(
-                f"{index}: expected no model.safetensors beside the shards that it lists, found one, which "
-                "transformers would load alone; remove that file or the index"
-            )
         self._file_of: dict[str, Any] = {}
         for file in files:
             opened = self.enter_context(open_safetensors(folder / file))
-            if twice := self._file_of.keys() & opened.keys():
-                raise CheckpointError(
-                    f"{folder / file}: expected each tensor in one shard, found {min(twice)} again"
-                )
             self._file_of |= dict.fromkeys(opened.keys(), opened)
         self.names = list(self._file_of)
         self.parts: dict[str, list[str]] = {}

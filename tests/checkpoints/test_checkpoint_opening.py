@@ -153,20 +153,6 @@ def test_an_index_names_no_file_outside_of_its_folder(folder: Path, tmp_path: Pa
         assert "\n" not in str(caught.value)
 
 
-def test_a_tensor_in_two_shards_is_refused(folder: Path):
-    weights = folder / "weights" / "step-00000003"
-    shards = ["model-1.safetensors", "model-2.safetensors"]
-    for shard in shards:
-        shutil.copy(weights / "model.safetensors", weights / shard)
-    (weights / "model.safetensors").unlink()
-    index = {"weight_map": {"model.embed_tokens.weight": shards[0], "lm_head.weight": shards[1]}}
-    (weights / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        CheckpointError, match=r"model-2\.safetensors: expected each tensor in one shard, found"
-    ):
-        open_model(weights)
-
-
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"], ids=["NUL", "surrogate"])
 def test_an_index_with_what_is_no_name_of_a_file_is_refused(folder: Path, name: str):
     weights = folder / "weights" / "step-00000003"

@@ -156,5 +156,5 @@ def test_a_value_too_large_leaves_nothing(tmp_path, tokenizer_folder):
 
 def test_weights_are_not_a_resume_source(tmp_path, tokenizer_folder):
     path = write(tmp_path / "weights", tokenizer_folder)
-    with pytest.raises(CheckpointError, match="found exported weights"):
+    with pytest.raises(CheckpointError, match="expected a checkpoint with"):
         Run(tmp_path / "checkpoints").restore(source=path)
