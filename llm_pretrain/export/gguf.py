@@ -9,7 +9,7 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +23,7 @@ from llm_pretrain.export.gguf_tokenizer import Vocabulary, read_vocabulary
 from llm_pretrain.export.hf_architectures import GGUF_CARRIED, check_carried
 from llm_pretrain.export.huggingface import (
     TensorFiles,
+    added_tensors,
     described_tensors,
     interleave_heads,
     part_of,
@@ -132,8 +133,9 @@ def _entries(
         else:
             add(name, shape, name)
     if architecture == "glm4moe":
-        for name, shape in _missing_in_glm4moe(model, described):
-            add(name, shape, None)
+        for layer in model.moe_layers:  # the architecture requires them, as that of transformers does
+            for name, shape in added_tensors(f"model.layers.{layer}", model, "glm4_moe"):
+                add(name, shape, None)
     return entries
 
 
@@ -250,24 +252,6 @@ def _architecture(model: ModelConfig) -> str:
     if not is_plain:
         return "glm4moe"
     return "qwen3moe" if model.qk_norm else "llama"
-
-
-def _missing_in_glm4moe(
-    model: ModelConfig, present: Collection[str]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Our names and shapes of tensors that `glm4moe` requires but the model lacks; they are written as zeros.
-
-    The tensors are the router bias and a shared expert.
-    """
-    hidden, size = model.hidden_size, model.expert_intermediate_size
-    for layer in model.moe_layers:
-        mlp = f"model.layers.{layer}.mlp."
-        if mlp + "gate.e_score_correction_bias" not in present:
-            yield mlp + "gate.e_score_correction_bias", (model.num_experts,)
-        if not model.n_shared_experts:
-            yield mlp + "shared_experts.gate_proj.weight", (size, hidden)
-            yield mlp + "shared_experts.up_proj.weight", (size, hidden)
-            yield mlp + "shared_experts.down_proj.weight", (hidden, size)
 
 
 def _has_interleaved_rotary(architecture: str) -> bool:

@@ -443,15 +443,18 @@ def _rearranged(
         else:
             yield tensor
             if name.endswith(".mlp.gate.weight") and model_type:
-                for added, shape in _added(name.removesuffix(".mlp.gate.weight"), model, model_type):
+                for added, shape in added_tensors(name.removesuffix(".mlp.gate.weight"), model, model_type):
                     yield DiskTensor(added, shape, tensor.source, factor=0.0)
             if model_type == "qwen2_moe" and re.search(r"\.self_attn\.[qkv]_proj\.weight$", name):
                 bias = name.removesuffix("weight") + "bias"
                 yield DiskTensor(bias, tensor.shape[:1], tensor.source, factor=0.0)
 
 
-def _added(layer: str, model: ModelConfig, model_type: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of tensors in a MoE layer that the architecture has and our decoder lacks."""
+def added_tensors(layer: str, model: ModelConfig, model_type: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors in a MoE layer that the architecture has and our decoder lacks.
+
+    They are written as zeros. `layer` is the prefix of the names, such as `model.layers.3`.
+    """
     hidden, size = model.hidden_size, model.expert_intermediate_size
     if model_type in ROUTER_BIAS and model.router_bias_update_rate == 0:
         yield f"{layer}{_BIAS}", (1,) * (model_type == "ernie4_5_moe") + (model.num_experts,)
