@@ -183,7 +183,7 @@ class Encoder:
         tokens = np.array(ids, dtype=np.uint32)
         expected = np.array(text_bytes, dtype=np.int64)
         altered = self._bytes_of(tokens, lengths) != expected
-        if not self._tokenizer.length_shows_loss():
+        if not self._tokenizer.length_shows_loss:
             self._mark_altered(documents, ids, lengths, altered)
         return EncodedBatch(
             ids=tokens,

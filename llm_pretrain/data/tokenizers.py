@@ -61,7 +61,8 @@ class Tokenizer:
     Attributes: `folder`, `hash` (SHA-256 of `tokenizer.json`, which determines every id), `vocab_size`
     (highest id + 1), `kind` (the algorithm, in words), `special_ids`, `bos_token_id`, `eos_token_id`,
     `pad_token_id` (None if undefined), `chat_template` (Jinja, or None), `tool_template` (for
-    conversations with tools; None if they use `chat_template`).
+    conversations with tools; None if they use `chat_template`), `length_shows_loss` (whether every text that
+    decoding does not restore is longer than its decoded text).
     """
 
     def __init__(self, folder: Path):
@@ -109,6 +110,7 @@ class Tokenizer:
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
         self._segmenter = _find_segmenter(self._spec)
+        self.length_shows_loss = self._segmenter is not None  # others may change text at equal length
         self._cache: dict[str, list[int]] = {}
         self._cached_characters = 0
         self.hash = digest
@@ -211,13 +213,6 @@ class Tokenizer:
     def token_bytes(self) -> np.ndarray:
         """int64 [vocab_size]: number of UTF-8 bytes of each id."""
         return np.array([len(piece) for piece in self.token_pieces()], dtype=np.int64)
-
-    def length_shows_loss(self) -> bool:
-        """Whether every text that decoding does not restore is longer than its decoded text.
-
-        This holds for tokenizers that `_find_segmenter` accepts; others may change text at equal length.
-        """
-        return self._segmenter is not None
 
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:
