@@ -218,12 +218,6 @@ def packed_index(store: TokenStore, split: str, sequence_length: int, packing: s
     return pack(documents.offsets, sequence_length, packing)
 
 
-def stored_indexes(store: TokenStore) -> list[dict[str, Any]]:
-    """Names and sizes of the files in the store's `index` folder, valid or not."""
-    files = sorted((store.path / FOLDER).glob("*.bin"))
-    return [{"file": file.name, "bytes": file.stat().st_size} for file in files]
-
-
 def _cache_folder() -> Path | None:
     """The user's cache folder; None for a user without a home folder, as in some containers."""
     base = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))

@@ -19,7 +19,6 @@ from support.corpora import make_config, make_store
 from support.launching import ROOT
 
 from llm_pretrain.data import packing as packing_index
-from llm_pretrain.data.inspection import inspect_store
 from llm_pretrain.data.loader import global_batches, sequences_per_epoch
 from llm_pretrain.data.packing import FOLDER, PackedIndex, pack, packed_index
 from llm_pretrain.data.store import TokenStore
@@ -227,9 +226,3 @@ def test_processes_that_start_at_once_agree(large: TokenStore):
         process.join(timeout=60)
     expected = pack(large.split("train").offsets, 64, "best_fit")
     assert all(each == [getattr(expected, name).tolist() for name in ARRAYS] for each in found)
-
-
-def test_inspect_lists_the_index_files(large: TokenStore):
-    assert inspect_store(large, 64)["packing_indexes"] == []
-    file = written(large)
-    assert inspect_store(large, 64)["packing_indexes"] == [{"file": NAME, "bytes": file.stat().st_size}]
