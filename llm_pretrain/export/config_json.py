@@ -270,10 +270,6 @@ def _foreign_features(config_json: dict[str, Any]) -> list[str]:
         "use_bias": (bool(config_json.get("use_bias", False)), False),
         "sliding_window": (window if windows else None, None),
         "layer_types": (", ".join(sorted(kinds)) or "full_attention", "full_attention"),
-        "kv_lora_rank (latent attention)": (config_json.get("kv_lora_rank"), None),
-        "attn_logit_softcapping": (config_json.get("attn_logit_softcapping"), None),
-        "final_logit_softcapping": (config_json.get("final_logit_softcapping"), None),
-        "clip_qkv": (config_json.get("clip_qkv"), None),
         "topk_group": (config_json.get("topk_group") or 1 if groups > 1 else groups, groups),
         "moe_layer_end_index": (layers - 1 if last == -1 else last, layers - 1),
     }

@@ -139,7 +139,8 @@ HF_ARCHITECTURES: dict[str, HFArchitecture] = {
 LACKING = {
     "qwen2": "biases of query, key and value",
     "olmoe": "norms of query and key over all heads at once",
-    "gemma2": "norms after attention and MLP, scaled embeddings",
+    "gemma2": "norms after attention and MLP, scaled embeddings, soft caps",
+    "deepseek_v3": "latent attention",
 }
 """`model_type` -> features that our decoder lacks and that have no key in `config.json`."""
 

@@ -167,10 +167,8 @@ def test_scaling_is_written_in_every_spelling():
         ("mistral", {"sliding_window": 8}, "sliding_window"),
         ("qwen2", {}, "model_type: .*biases of query, key and value"),
         ("olmoe", {"clip_qkv": 8.0}, "norms of query and key over all heads"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("deepseek_v3", {"kv_lora_rank": 512, "n_group": 8, "topk_group": 4}, "latent attention"),
-        ("gemma2", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        ("gemma2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("gemma2", {"attn_logit_softcapping": 50.0}, "soft caps"),
         ("gemma2", {"sliding_window": 4096}, "sliding_window"),
     ],
 )

@@ -373,7 +373,6 @@ def test_odd_texts_of_a_tokenizers_configuration_and_of_a_path_are_written(tmp_p
     fields = gguf.GGUFReader(file).fields
     assert fields["tokenizer.chat_template"].contents() == "a?"
     assert fields["general.name"].contents() == "?"
-    assert "tokenizer.ggml.unknown_token_id" not in fields
 
 
 @pytest.mark.parametrize(
