@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_pretrain.data.preparation import HASHES, ZlibRate, check_fraction
+from llm_pretrain.data.preparation import HASHES, ZlibRate, check_fraction, fitting_threshold
 from llm_pretrain.data.store import check_ids
 from llm_pretrain.data.store_writer import StoreWriter
 from llm_pretrain.data.tokenizer_training import nanogpt_tokenizer, write_files
@@ -345,10 +345,7 @@ class _Reader:
 
 
 def _threshold(reader: _Reader, files: Sequence[DocumentFile], fraction: float) -> int:
-    """Hash below which documents are validation; no split is empty if `fraction` > 0 and hashes differ."""
-    parts = [batch.hashes() for batch in reader.batches(files)]
-    hashes = np.concatenate([np.zeros(0, dtype=np.uint64), *parts])
-    threshold = int(fraction * HASHES)
-    if not threshold or not len(hashes) or hashes.min() == hashes.max():
-        return 0
-    return min(max(threshold, int(hashes.min()) + 1), int(hashes.max()))
+    """Hash below which documents are validation."""
+    hashes = np.concatenate([np.zeros(0, np.uint64), *(batch.hashes() for batch in reader.batches(files))])
+    lowest, highest = (int(hashes.min()), int(hashes.max())) if len(hashes) else (0, 0)
+    return fitting_threshold(int(fraction * HASHES), lowest, highest)

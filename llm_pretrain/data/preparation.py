@@ -474,6 +474,13 @@ ZLIB_LIMIT = 64 << 20
 """zlib's bits per byte are taken over at most this many leading bytes of the validation text."""
 
 
+def fitting_threshold(threshold: int, lowest: int, highest: int) -> int:
+    """The next hash below which documents are validation so that no split is empty; 0 if all are equal."""
+    if threshold == 0 or lowest == highest:
+        return 0
+    return min(max(threshold, lowest + 1), highest)
+
+
 class ZlibRate:
     """Compresses a text at level 9, up to `ZLIB_LIMIT`."""
 
@@ -499,7 +506,7 @@ class ZlibRate:
         return 8 * (self._packed + len(self._compressor.flush())) / self._size
 
 
-_COUNTS = ("documents", "altered", "duplicates", "lowest", "highest", "validation_documents")
+_COUNTS = ("documents", "altered", "duplicates", "lowest", "highest")
 
 
 class Totals:
@@ -511,7 +518,7 @@ class Totals:
     """
 
     def __init__(self, folder: Path, inputs: int, state: dict[str, Any] | None = None):
-        self.documents = self.altered = self.duplicates = self.validation_documents = 0
+        self.documents = self.altered = self.duplicates = 0
         self.lowest, self.highest = HASHES, -1
         self.skipped: Counter[str] = Counter()
         self.entries = [0] * inputs
@@ -548,7 +555,6 @@ class Totals:
         if len(batch.hashes):
             self.lowest = min(self.lowest, int(batch.hashes.min()))
             self.highest = max(self.highest, int(batch.hashes.max()))
-        self.validation_documents += len(batch.texts)
         for text in batch.texts:
             self._text.write(text[: max(0, ZLIB_LIMIT - self._text.bytes)])
         if keep_keys:
@@ -569,15 +575,10 @@ class Totals:
         return np.frombuffer(b"".join(self._keys.content()), dtype=np.uint64)
 
     def other_threshold(self, threshold: int) -> int | None:
-        """Returns a threshold that leaves no split empty; None if `threshold` leaves none empty, or none can.
-
-        If all documents are equal and `threshold` puts them into validation, returns 0: they go to train.
-        """
-        if threshold == 0 or self.lowest == self.highest:
-            return 0 if threshold and self.validation_documents else None
-        if self.validation_documents == 0:
-            return self.lowest + 1
-        return self.highest if self.validation_documents == self.documents else None
+        """The `fitting_threshold`; None if it puts every document into the same split as `threshold`."""
+        fitting = fitting_threshold(threshold, self.lowest, self.highest)
+        is_same = fitting == threshold or (fitting == 0 and threshold <= self.lowest)
+        return None if is_same else fitting
 
     def zlib_bits_per_byte(self) -> float | None:
         """Compressed bits per byte of the validation text at level 9; None without text."""
