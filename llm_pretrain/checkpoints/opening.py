@@ -20,9 +20,9 @@ from llm_pretrain.checkpoints.manifest import (
     UnsoundError,
     describe,
     find_damage,
-    model_differences,
     model_fingerprint,
     read_manifest,
+    state_differences,
 )
 from llm_pretrain.checkpoints.state import describe_tensors
 from llm_pretrain.checkpoints.tensor_files import read_tensors
@@ -159,7 +159,7 @@ def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> De
     with torch.device("meta"):  # takes no memory before the shapes have been compared
         described = Decoder(run.model).state_dict()
     tensors = describe_tensors({name: each for name, each in described.items() if name not in content.tied})
-    if problems := model_differences(content, describe(tensors, {}, content.tied)):
+    if problems := state_differences(content, describe(tensors, {}, content.tied), model_only=True):
         raise CheckpointError(f"{path}: expected the tensors of {file}, found that {problems[0]}")
     kernels = configured_kernels(run)
     if kernels.attention != "sdpa":  # varlen and flex run on CUDA only

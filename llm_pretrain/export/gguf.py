@@ -158,7 +158,7 @@ def _tensors(
         if entry.rows != _ALL:
             tensor = tensor[:, entry.rows]
         tensor = rounded(entry.source, tensor, entry.dtype).to(entry.dtype)
-        if _has_interleaved_rotary(architecture) and re.search(r"attn_[qk]\.weight", entry.name):
+        if architecture == "llama" and re.search(r"attn_[qk]\.weight", entry.name):
             tensor = interleave_heads(tensor, model.attention_head_dim)
         yield tensor
 
@@ -252,11 +252,6 @@ def _architecture(model: ModelConfig) -> str:
     if not is_plain:
         return "glm4moe"
     return "qwen3moe" if model.qk_norm else "llama"
-
-
-def _has_interleaved_rotary(architecture: str) -> bool:
-    """Whether a rotary pair is two neighbouring dimensions (Llama's order), not half a head apart."""
-    return architecture == "llama"
 
 
 def _metadata(model: ModelConfig, architecture: str) -> dict[str, int | float | str | bool]:
