@@ -18,9 +18,8 @@ from torch import Tensor
 
 from llm_pretrain.config.model_config import YARN_BETAS, ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.export.config_json import model_config_from_huggingface
+from llm_pretrain.export.config_json import GGUF_CARRIED, check_carried, model_config_from_huggingface
 from llm_pretrain.export.gguf_tokenizer import Vocabulary, read_vocabulary
-from llm_pretrain.export.hf_architectures import GGUF_CARRIED, check_carried
 from llm_pretrain.export.huggingface import (
     TensorFiles,
     added_tensors,

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError, DivergedError
-from llm_pretrain.export.config_json import model_config_from_huggingface
-from llm_pretrain.export.hf_architectures import (
+from llm_pretrain.export.config_json import (
     ROUTER_BIAS,
     SHARED_EXPERT,
     match_hf_architecture,
+    model_config_from_huggingface,
     scales_down_proj,
 )
 from llm_pretrain.files import open_safetensors, read_chat_template, read_json, read_object

@@ -32,7 +32,7 @@ from llm_pretrain.distributed.fsdp import clear_mesh_caches
 from llm_pretrain.distributed.mesh import Place, build_meshes
 from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.errors import CheckpointError, DivergedError
-from llm_pretrain.export.hf_architectures import match_hf_architecture
+from llm_pretrain.export.config_json import match_hf_architecture
 from llm_pretrain.export.huggingface import to_huggingface
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.model_setup import initialize_weights

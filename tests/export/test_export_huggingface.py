@@ -15,8 +15,13 @@ from support.launching import ROOT
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.data.tokenizer_training import CHAT_TEMPLATE
 from llm_pretrain.errors import CheckpointError, ConfigError, DivergedError
-from llm_pretrain.export.config_json import huggingface_config, model_config_from_huggingface, native_config
-from llm_pretrain.export.hf_architectures import HF_ARCHITECTURES, match_hf_architecture
+from llm_pretrain.export.config_json import (
+    HF_ARCHITECTURES,
+    huggingface_config,
+    match_hf_architecture,
+    model_config_from_huggingface,
+    native_config,
+)
 from llm_pretrain.export.huggingface import from_huggingface, load_pretrained, to_huggingface
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.model_setup import initialize_weights
