@@ -259,6 +259,26 @@ def test_a_bad_row_is_named_by_its_place(tmp_path: Path, name: str, content: byt
     assert caught.value.cause == cause
 
 
+@pytest.mark.parametrize("rest", [b"x,y\r\n" * 50, b"x" * 300 + b"\n"])
+def test_an_open_quote_reads_no_more_than_a_record(
+    tmp_path: Path, rest: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(readers, "RECORD_BYTES", 200)
+    (tmp_path / "a.csv").write_bytes(b'id,text\n1,one\n2,"open' + rest + b"3,three\n")
+    records = list(read_records([str(tmp_path / "a.csv")]))
+    assert (records[0].data, records[-1].data) == (b"one", b"three")
+    assert any(b"field larger than field limit (200)" in record.data for record in records)
+
+
+def test_an_array_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(readers, "_ARRAY_CHARACTERS", 30)
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}]))
+    assert texts_of(tmp_path / "a.json") == ["one"]
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}] * 3))
+    with pytest.raises(RecordError, match=r"a\.json:1: record too large: expected an array of at most 30"):
+        documents(tmp_path / "a.json")
+
+
 @pytest.mark.parametrize("blank", ["\n", "\r\n", "\n\n\n"])
 def test_blank_lines_before_the_first_row_lose_nothing(tmp_path: Path, blank: str):
     contents = {"a.csv": "text\none\n\ntwo\n", "a.json": '{"text": "one"}\n\n{"text": "two"}\n'}
