@@ -312,13 +312,10 @@ def _records_of_file(index: int, source: Source, text_column: str) -> Iterator[R
         yield from table_records(index, source.name, source.path, source.compression(), text_column)
     else:
         with open_binary(source.path, source.compression()) as file:
-            yield from _records_of_stream(index, source, file, text_column)
-
-
-def _records_of_stream(index: int, source: Source, file: BinaryIO, text_column: str) -> Iterator[RawRecord]:
-    if reader := FORMATS.get(source.format()):
-        return reader(index, source.name, file, text_column)
-    return iter([RawRecord(source.name, 0, file.read(RECORD_BYTES + 1), "text", index)])
+            if reader := FORMATS.get(source.format()):
+                yield from reader(index, source.name, file, text_column)
+            else:
+                yield RawRecord(source.name, 0, file.read(RECORD_BYTES + 1), "text", index)
 
 
 def _delimited(
