@@ -131,9 +131,9 @@ CASES: dict[str, Case] = {
     "a file padded with NUL bytes": Case(
         {"a.jsonl": b"".join(GOOD) + bytes(4096)}, {"a.jsonl": b"".join(GOOD)}, {"NUL byte": 1}, "a.jsonl:10"
     ),
-    "NUL bytes in a text file": beside("b.txt", b"one\ntwo\n\x00\x00", "NUL byte", place="in/b.txt:3"),
-    "UTF-16 in a text file": beside("b.txt", "ab".encode("utf-16-le"), "NUL byte", place="in/b.txt:1"),
-    "invalid UTF-8 in a text file": beside("b.txt", b"one\ntw\xffo", "invalid UTF-8", place="in/b.txt:2"),
+    "NUL bytes in a text file": beside("b.txt", b"one\ntwo\n\x00\x00", "NUL byte"),
+    "UTF-16 in a text file": beside("b.txt", "ab".encode("utf-16-le"), "NUL byte"),
+    "invalid UTF-8 in a text file": beside("b.txt", b"one\ntw\xffo", "invalid UTF-8"),
     "a missing key": record({"title": "a"}, "no text"),
     "a prompt without completion": record({"prompt": "a"}, "no text"),
     "an empty object": record({}, "no text"),
