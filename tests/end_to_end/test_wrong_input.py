@@ -211,7 +211,7 @@ GOOD = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in
         ("cut.jsonl", GOOD[: len(GOOD) - 30], ["cut.jsonl:20:", "invalid JSON", "Unterminated string"]),
         ("cut.jsonl", b'{"text": "cut\n' + GOOD, ["cut.jsonl:1:", "invalid JSON", "Unterminated string"]),
         ("bytes.jsonl", GOOD + b'{"text": "\xff\xfe"}\n', ["bytes.jsonl:21:", "invalid UTF-8", "0xff"]),
-        ("bytes.txt", b"first line\nsecond \xe4 line\n", ["bytes.txt:2:", "invalid UTF-8", "0xe4"]),
+        ("bytes.txt", b"first line\nsecond \xe4 line\n", ["bytes.txt:", "invalid UTF-8", "0xe4"]),
         ("keys.jsonl", GOOD + b'{"body": "a"}\n', ["keys.jsonl:21:", "no text", "found body"]),
         ("type.jsonl", b'{"text": 5}\n' + GOOD, ["type.jsonl:1:", "expected text to be a string", "number"]),
         ("empty.jsonl", b"", ["empty.jsonl", "expected", "found none"]),
@@ -371,7 +371,7 @@ def test_weights_are_no_checkpoint(refusal: Refusal, trained: tuple[Path, Path],
     run, store = trained
     weights = run / "weights" / "step-00000002"
     arguments = [*options(tmp_path / "run", store), "--checkpoint.resume", str(weights)]
-    named = [str(weights), "expected a checkpoint", "found exported weights"]
+    named = [str(weights), "expected a checkpoint with a manifest.json", "found none"]
     refusal.of_run(arguments, tmp_path / "run", 74, *named)
 
 
