@@ -458,6 +458,7 @@ def build_sentencepiece_bpe(blocks: Iterator[str], vocab_size: int) -> tuple[dic
     model = train_sentencepiece(blocks, vocab_size, "bpe")
     pieces = read_pieces(model)
     scores = pieces.scores
+    crosses = any(re.search(f"[^{SPACE}]{SPACE}", piece) for piece in scores)
     merges = [
         [piece[:cut], piece[cut:]]
         for piece in sorted(scores, key=lambda piece: -scores[piece])
@@ -468,7 +469,7 @@ def build_sentencepiece_bpe(blocks: Iterator[str], vocab_size: int) -> tuple[dic
         pieces.ids,
         chat=True,
         normalizer=SPACE_SPLIT["normalizer"],
-        pre_tokenizer=_pre_tokenizer(scores),
+        pre_tokenizer=None if crosses else SPACE_SPLIT["pre_tokenizer"],  # for speed
         decoder=DECODER,
         model=bpe_model(pieces.ids, merges, byte_fallback=True, unk_token=SPECIAL_TOKENS[0]),
     )
@@ -489,13 +490,6 @@ def _cuts(piece: str) -> list[int]:
         if has_short and not has_long:
             cuts[short - 1], cuts[length - short - 1] = length - short, short
     return cuts
-
-
-def _pre_tokenizer(pieces: dict[str, float]) -> dict[str, Any] | None:
-    """Splits before every run of spaces, for speed; None if a piece has a space after another character."""
-    if any(re.search(f"[^{SPACE}]{SPACE}", piece) for piece in pieces):
-        return None
-    return SPACE_SPLIT["pre_tokenizer"]
 
 
 SCORE_QUANTUM = 1 / 16
