@@ -25,7 +25,7 @@ from benchmarks.machine import ROOT
 from benchmarks.turns import Turns
 from llm_pretrain.config.loading import resolve_model
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader import open_stores, sequences_per_epoch, tokens_per_epoch
+from llm_pretrain.data.loader import open_stores, sequences_per_epoch
 from llm_pretrain.launch.process import prepare_process
 from llm_pretrain.optim.build import build_optimizer
 from llm_pretrain.training.model_setup import build_model, initialize_weights
@@ -59,8 +59,8 @@ def ours(config: Config, documents: Documents) -> Side:
 
 def our_tokens(config: Config) -> float:
     """Loss tokens of a micro batch, on average over an epoch of the packed store."""
-    per_sequence = tokens_per_epoch(config) / sequences_per_epoch(config)
-    return per_sequence * config.training.micro_batch_size
+    targets = sum(store.facts["splits"]["train"]["targets"] for store in open_stores(config))
+    return targets / sequences_per_epoch(config) * config.training.micro_batch_size
 
 
 class _TurningEngine(TorchrunEngine):

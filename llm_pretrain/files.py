@@ -158,6 +158,35 @@ def read_object(file: Path) -> dict[str, Any]:
     return json_object(file, read_data(file))
 
 
+def read_chat_template(folder: Path, name: str = "default") -> str | None:
+    """A tokenizer's template in Jinja, from chat_template.jinja or else tokenizer_config.json.
+
+    A single template is named `default`. Raises DataError if a file cannot be read.
+    """
+    template: Any = None
+    if (folder / "chat_template.jinja").exists():
+        template = read_data(folder / "chat_template.jinja").decode("utf-8", errors="replace")
+    elif (folder / "tokenizer_config.json").exists():
+        template = read_object(folder / "tokenizer_config.json").get("chat_template")
+    templates = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    entries = [entry for entry in templates if isinstance(entry, dict)]
+    template = next((entry.get("template") for entry in entries if entry.get("name") == name), None)
+    return template if isinstance(template, str) else None
+
+
+def read_special_tokens(folder: Path) -> dict[str, str]:
+    """{"bos_token": "<s>", …} from a tokenizer's tokenizer_config.json, else from special_tokens_map.json."""
+    named: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        content = read_object(folder / file) if (folder / file).exists() else {}
+        for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = content.get(key)
+            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(token, str):
+                named[key] = token
+    return named
+
+
 def open_safetensors(file: Path) -> Any:
     """Open a safetensors file to read one tensor at a time; the result is a context manager.
 

@@ -17,7 +17,8 @@ from llm_pretrain.audit.comparison import tensor_difference
 from llm_pretrain.audit.history_checks import RunFiles, is_integer
 from llm_pretrain.checkpoints.folders import committed_folders, folder_name
 from llm_pretrain.checkpoints.manifest import Manifest, find_damage, fingerprint_differences, read_manifest
-from llm_pretrain.checkpoints.opening import CheckpointTensors, CheckpointWeights
+from llm_pretrain.checkpoints.opening import CheckpointTensors
+from llm_pretrain.checkpoints.weights import saved_names
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import weight_changes_fingerprint
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
@@ -218,9 +219,13 @@ def _check_tensors(check: Check, run: RunFiles, path: Path, step: int) -> None:
         try:
             manifest = read_manifest(checkpoint)  # it may be newer than `run.manifests`
             with CheckpointTensors(checkpoint, manifest) as tensors:
-                weights = CheckpointWeights(tensors)
+                saved_as = saved_names(manifest, average=True)
+
+                def read(name: str) -> Tensor:
+                    return tensors.read(saved_as[name])
+
                 names = [name for name in state if name in manifest.tensors]
-                count = _compare(check, files, names, weights.__getitem__, config, dtype, values=True)
+                count = _compare(check, files, names, read, config, dtype, values=True)
         except (PretrainError, OSError):
             if checkpoint.exists():
                 raise

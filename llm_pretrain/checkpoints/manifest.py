@@ -275,24 +275,14 @@ def mismatch(path: Path, differences: list[str]) -> MismatchError:
     ).of_all_ranks()
 
 
-def state_differences(content: Manifest, current: dict[str, str]) -> list[str]:
+def state_differences(content: Manifest, current: dict[str, str], *, model_only: bool = False) -> list[str]:
     """One line per tensor or scalar whose name, shape or dtype differs from `current` (from `describe`).
 
     Optimizer state is compared only if the model's state agrees, because it follows from the model's.
     """
-    return model_differences(content, current) or _state_differences(content, current, of_optimizer=True)
-
-
-def model_differences(content: Manifest, current: dict[str, str]) -> list[str]:
-    """The `state_differences` of the model without the optimizer."""
-    return _state_differences(content, current, of_optimizer=False)
-
-
-def _state_differences(content: Manifest, current: dict[str, str], *, of_optimizer: bool) -> list[str]:
     both = describe(content.tensors, content.scalars, content.tied), current
-    return _compare(
-        *({k: v for k, v in side.items() if k.startswith(OPTIMIZER_STATE) == of_optimizer} for side in both)
-    )
+    of_model = [{k: v for k, v in side.items() if not k.startswith(OPTIMIZER_STATE)} for side in both]
+    return _compare(*of_model) or ([] if model_only else _compare(*both))
 
 
 def describe(

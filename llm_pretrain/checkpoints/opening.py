@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
@@ -21,9 +20,9 @@ from llm_pretrain.checkpoints.manifest import (
     UnsoundError,
     describe,
     find_damage,
-    model_differences,
     model_fingerprint,
     read_manifest,
+    state_differences,
 )
 from llm_pretrain.checkpoints.state import describe_tensors
 from llm_pretrain.checkpoints.tensor_files import read_tensors
@@ -37,9 +36,6 @@ from llm_pretrain.files import object_or_empty, open_safetensors, read_plain
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import configured_kernels
 from llm_pretrain.text import reason_of
-
-_ATTEMPTS = 5
-"""Maximum number of folders to try, since a running run may delete a folder that is being read."""
 
 
 @dataclass(frozen=True)
@@ -74,32 +70,18 @@ def open_model(source: str | Path, *, average: bool = True) -> OpenedModel:
     Args:
         source: A weights folder (of this package or Hugging Face), a checkpoint, or a folder with several of
             them: `RUN`, `RUN/weights` or `RUN/checkpoints`. Of several, the latest step is opened; if weights
-            and a checkpoint have that step, the checkpoint, for its full precision. If a running run deletes
-            the folder meanwhile, the function looks for the latest step again.
+            and a checkpoint have that step, the checkpoint, for its full precision.
         average: Whether to read the parameters' average (EMA) instead, if the checkpoint has one.
 
     Raises:
         CheckpointError: there is no model, or a file is damaged.
         ConfigError: the decoder does not support the architecture.
     """
-    source = Path(source)
-    path = source
-    for _ in range(_ATTEMPTS):
-        path = _newest(source)
-        there = path.exists()
-        try:
-            return _open_checkpoint(path, average) if is_checkpoint(path) else _open_weights(path)
-        except (PretrainError, OSError) as error:
-            if path.exists() or not there:  # else a run has deleted the folder, and may have a newer one
-                if isinstance(error, OSError):
-                    raise CheckpointError(f"{path}: expected readable files, found: {error}") from error
-                raise
-        if path == source:
-            break
-    raise CheckpointError(
-        f"{path}: was deleted while it was read, as a run does with its older folders; name the run's "
-        "folder, for its newest"
-    )
+    path = _newest(Path(source))
+    try:
+        return _open_checkpoint(path, average) if is_checkpoint(path) else _open_weights(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: expected readable files, found: {error}") from error
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -177,7 +159,7 @@ def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> De
     with torch.device("meta"):  # takes no memory before the shapes have been compared
         described = Decoder(run.model).state_dict()
     tensors = describe_tensors({name: each for name, each in described.items() if name not in content.tied})
-    if problems := model_differences(content, describe(tensors, {}, content.tied)):
+    if problems := state_differences(content, describe(tensors, {}, content.tied), model_only=True):
         raise CheckpointError(f"{path}: expected the tensors of {file}, found that {problems[0]}")
     kernels = configured_kernels(run)
     if kernels.attention != "sdpa":  # varlen and flex run on CUDA only
@@ -236,29 +218,6 @@ class CheckpointTensors(ExitStack):
         tensor = torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]))
         read_tensors({name: tensor}, self.folder, self._parts[name])
         return tensor
-
-
-class CheckpointWeights(Mapping[str, Tensor]):
-    """The model's state dict in a checkpoint, in fp32. A tensor is read when it is looked up.
-
-    A decoder's state has no 0-dimensional tensors, which the files would not hold.
-
-    Args:
-        tensors: The checkpoint's tensors. If it has averages of the parameters (EMA), those are read instead.
-    """
-
-    def __init__(self, tensors: CheckpointTensors):
-        self._tensors = tensors
-        self._saved_as = saved_names(tensors.manifest, average=True)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors.read(self._saved_as[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._saved_as)
-
-    def __len__(self) -> int:
-        return len(self._saved_as)
 
 
 def _tokenizer_of(folder: Path, run: Config, digest: str | None) -> Path | None:

@@ -375,7 +375,10 @@ class HostBuffers:
         """Give every piece a place in a buffer."""
         self._buffers, self._places = [], []
         sizes = [max(64, -(-piece.tensor.nbytes // 64) * 64) for piece in pieces]  # aligned
-        may_pin = pinnable_bytes() if any(piece.tensor.is_cuda for piece in pieces) else 0
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        may_pin = psutil.virtual_memory().total // 2 // processes
+        if not any(piece.tensor.is_cuda for piece in pieces):
+            may_pin = 0
         left, used = sum(sizes), 0
         for piece, size in zip(pieces, sizes, strict=True):
             if not self._buffers or used + size > self._buffers[-1].nbytes:
@@ -390,8 +393,3 @@ class HostBuffers:
 
 
 BUFFER_BYTES = 1 << 30
-
-
-def pinnable_bytes() -> int:
-    """Bytes that this process may pin: half of the machine's memory, divided by the run's processes on it."""
-    return psutil.virtual_memory().total // 2 // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

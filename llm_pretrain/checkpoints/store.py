@@ -283,11 +283,6 @@ def _described(target: state.TrainingState, pipeline: Pipeline | None) -> dict[s
 def _check_source(source: Path) -> None:
     if (source / MANIFEST_NAME).is_file():
         return
-    if (source / "model.safetensors").is_file():
-        raise CheckpointError(
-            f"{source}: expected a checkpoint, found exported weights, which are in half precision and have "
-            "no optimizer state; name a folder step-… under checkpoints/"
-        )
     inside = folders.committed_folders(source) or folders.committed_folders(source / "checkpoints")
     hint = f"; did you mean {inside[max(inside)]}?" if inside else ""
     raise CheckpointError(f"{source}: expected a checkpoint with a {MANIFEST_NAME}, found none{hint}")

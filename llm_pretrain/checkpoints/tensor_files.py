@@ -57,7 +57,10 @@ def write_pieces(pieces: list[Piece], folder: Path, *, rank: int) -> dict[str, F
     written = {}
     for number, content in enumerate(files, start=1):
         name = f"shard-{rank + 1:05d}-model-{number:05d}-of-{len(files):05d}.safetensors"
-        written[name] = _write_file(folder / name, content)
+        offsets = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in content}
+        metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), **_FORMAT}
+        tensors = {piece.name: piece.tensor for piece in content}
+        written[name] = write_safetensors(folder / name, tensors, metadata)
     return written
 
 
@@ -72,12 +75,6 @@ def _files_of(pieces: list[Piece]) -> Iterator[list[Piece]]:
         filled += piece.tensor.nbytes
     if content:
         yield content
-
-
-def _write_file(file: Path, pieces: list[Piece]) -> FileEntry:
-    offsets = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in pieces}
-    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), **_FORMAT}
-    return write_safetensors(file, {piece.name: piece.tensor for piece in pieces}, metadata)
 
 
 def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> FileEntry:

@@ -79,8 +79,6 @@ def _print_store(facts: dict[str, Any], *, verified: bool) -> None:
     checked = ", every file has its hash" if verified else ""
     size = f"{facts['bytes_on_disk']:,} bytes, {facts['dtype']}"
     print(f"store      {printable(facts['store'])}, {size}{checked}")
-    for index in facts["packing_indexes"]:
-        print(f"index      {_visible(index['file'])}, {index['bytes']:,} bytes (built anew where missing)")
     counts = facts["input_documents"] or [None] * len(facts["inputs"])
     for name, count in zip(facts["inputs"], counts, strict=False):
         print(f"input      {_visible(name)}" + ("" if count is None else f", {count:,} documents"))

@@ -175,7 +175,7 @@ class _Source:
         self._shard_starts = split.shard_starts
         self._offsets = index.sequence_offsets.data
         self._starts, self._lengths = index.piece_start.data, index.piece_length.data
-        self.mask = split.mask_bytes if split.has_mask else None
+        self.mask = split.mask
 
     def pieces(self, sequence: int) -> tuple[list[int], list[int]]:
         """Returns the first tokens and the lengths of the pieces of a sequence."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_pretrain.data.preparation import HASHES, ZlibRate, check_fraction
+from llm_pretrain.data.preparation import HASHES, ZlibRate, check_fraction, fitting_threshold
 from llm_pretrain.data.store import check_ids
 from llm_pretrain.data.store_writer import StoreWriter
 from llm_pretrain.data.tokenizer_training import nanogpt_tokenizer, write_files
@@ -177,9 +177,11 @@ def convert(
     *,
     tokenizer: str | Path | None = None,
     validation_fraction: float = 0.01,
-    keep_ids: bool = False,
 ) -> ConversionReport:
     """Converts; a failed conversion leaves nothing behind. Raises DataError and ConfigError.
+
+    Documents that lack the first token that `prepare` writes (bos, or eos where there is none) get it, and
+    those without text are left out.
 
     Args:
         input: Files, or folders of them.
@@ -188,8 +190,6 @@ def convert(
             with the input, else nanoGPT's meta.pkl).
         validation_fraction: Share of the documents, chosen by hash, that is kept for validation where no file
             is named so.
-        keep_ids: Leave documents as they are; otherwise those that lack the first token that `prepare` writes
-            (bos, or eos where there is none) get it, and those without text are left out.
     """
     check_fraction(validation_fraction)
     output = Path(output)
@@ -208,7 +208,7 @@ def convert(
         opened = open_tokenizer(folder)
         _check_characters(characters, opened)
         report = ConversionReport()
-        reader = _Reader(opened, report, keep_ids=keep_ids)
+        reader = _Reader(opened, report)
         _convert(input, output, reader, validation_fraction, known=bool(characters))
         return report
 
@@ -233,7 +233,7 @@ def _convert(inputs: Sequence[str], output: Path, reader: _Reader, fraction: flo
     splits = open_splits(inputs, tokenizer.eos_token_id)
     threshold = None
     if "all" in splits:
-        hashing = _Reader(tokenizer, ConversionReport(), keep_ids=reader.keep_ids)
+        hashing = _Reader(tokenizer, ConversionReport())
         threshold = _threshold(hashing, splits["all"], fraction)
     if not known:
         report.unended += _unended(splits, tokenizer)
@@ -305,8 +305,8 @@ class _Reader:
     It is True from the start if the tokenizer has no such ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, report: ConversionReport, *, keep_ids: bool):
-        self.tokenizer, self.report, self.keep_ids = tokenizer, report, keep_ids
+    def __init__(self, tokenizer: Tokenizer, report: ConversionReport):
+        self.tokenizer, self.report = tokenizer, report
         self._is_special = np.zeros(tokenizer.vocab_size, dtype=np.bool_)
         self._is_special[sorted(tokenizer.special_ids)] = True
         self._is_text = ~self._is_special
@@ -325,8 +325,7 @@ class _Reader:
                 position += len(ids)
                 self.report.tokens_read += len(ids)
                 self.has_text = self.has_text or bool(self._is_text[ids].any())
-                batch = _Batch(ids.astype(np.uint32), lengths)
-                yield batch if self.keep_ids else self._framed(batch)
+                yield self._framed(_Batch(ids.astype(np.uint32), lengths))
 
     def _framed(self, batch: _Batch) -> _Batch:
         """Leaves out documents without text; the others get the first token of `prepare` if they lack it."""
@@ -346,10 +345,7 @@ class _Reader:
 
 
 def _threshold(reader: _Reader, files: Sequence[DocumentFile], fraction: float) -> int:
-    """Hash below which documents are validation; no split is empty if `fraction` > 0 and hashes differ."""
-    parts = [batch.hashes() for batch in reader.batches(files)]
-    hashes = np.concatenate([np.zeros(0, dtype=np.uint64), *parts])
-    threshold = int(fraction * HASHES)
-    if not threshold or not len(hashes) or hashes.min() == hashes.max():
-        return 0
-    return min(max(threshold, int(hashes.min()) + 1), int(hashes.max()))
+    """Hash below which documents are validation."""
+    hashes = np.concatenate([np.zeros(0, np.uint64), *(batch.hashes() for batch in reader.batches(files))])
+    lowest, highest = (int(hashes.min()), int(hashes.max())) if len(hashes) else (0, 0)
+    return fitting_threshold(int(fraction * HASHES), lowest, highest)

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from llm_pretrain.text import reason_of
+
 EMPTY = "empty document"
 """The only cause that is never an error."""
 
@@ -112,32 +114,20 @@ def parse_record(record: RawRecord, text_column: str = "text") -> Document:
         text = record.data.decode("utf-8")
     except UnicodeDecodeError as error:
         found = f"found byte 0x{record.data[error.start]:02x} at offset {error.start}"
-        raise RecordError("invalid UTF-8", _location(record, error.start), found) from error
+        raise RecordError("invalid UTF-8", location, found) from error
     if (record.kind == "json" or not record.line) and (place := record.data.find(0)) >= 0:
         found = f"found one at offset {place}; is it text, and was its writer interrupted?"
-        raise RecordError(NUL, _location(record, place), found)
+        raise RecordError(NUL, location, found)
     if record.kind == "text":
         return _text_document(location, ((text, True),))
     try:
         fields = json.loads(text.removeprefix("\ufeff").rstrip("\r\n"))  # line breaks would hide a cut string
     except (ValueError, RecursionError) as error:
-        found = str(error) or "nesting too deep"
-        if isinstance(error, json.JSONDecodeError):
-            found = f"{error.msg.removesuffix(' at')} at column {error.colno}"
-        elif isinstance(error, ValueError):
-            found = "a number of thousands of digits"
-        detail = f"expected one JSON object per line, found: {found}"
+        detail = f"expected one JSON object per line, found: {reason_of(error)}"
         raise RecordError("invalid JSON", location, detail) from error
     if not isinstance(fields, dict):
         raise RecordError("wrong type", location, f"expected a JSON object, found {_kind(fields)}")
     return _document_of_fields(location, fields, text_column)
-
-
-def _location(record: RawRecord, offset: int) -> str:
-    """Location of the byte at `offset`: that of the record, or the byte's line if the file is one record."""
-    if record.line:
-        return record.location
-    return f"{record.name}:{record.data.count(10, 0, offset) + 1}"
 
 
 def _document_of_fields(location: str, fields: dict[str, Any], text_column: str) -> Document:

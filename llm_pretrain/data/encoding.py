@@ -42,7 +42,7 @@ class EncodedBatch:
     the content, which decide the split; `keys` uint64 of content and loss mask, equal only for duplicates;
     `text_bytes` int64; `altered` bool: the tokens do not decode to the text's bytes; `records` int64: index
     of the document's record. `texts` holds the UTF-8 text of each validation document. `error` is about the
-    first bad record, if none is allowed; `unmendable`: leaving out records does not help.
+    first bad record, if none is allowed.
     """
 
     ids: np.ndarray
@@ -56,7 +56,6 @@ class EncodedBatch:
     records: np.ndarray
     skipped: Counter[str] = field(default_factory=Counter)
     error: str | None = None
-    unmendable: bool = False
 
     def only(self, chosen: np.ndarray, threshold: int) -> EncodedBatch:
         """Returns the documents that `chosen` bool [documents] selects; `threshold` is the encoder's."""
@@ -79,6 +78,7 @@ class Encoder:
 
     Documents with a hash below `threshold` are validation documents. With `fail_on_error`, the first bad
     record ends a batch; else bad records are counted by cause. Empty documents are counted in both cases.
+    Raises NoChatTemplateError for a conversation where the tokenizer has no template.
     """
 
     def __init__(
@@ -101,14 +101,11 @@ class Encoder:
         skipped: Counter[str] = Counter()
         documents: list[Document] = []
         places: list[int] = []
-        error, unmendable = None, False
+        error = None
         for place, record in enumerate(records):
             try:
                 documents.append(self._document(record, alone))
                 places.append(place)
-            except NoChatTemplateError as missing:
-                error, unmendable = f"{record.location}: {missing}", True
-                break
             except RecordError as bad:
                 if self._fail_on_error and bad.cause != EMPTY:
                     error = str(bad)
@@ -116,7 +113,7 @@ class Encoder:
                 skipped[bad.cause] += 1
         batch = self._encode_documents(documents)
         batch.records = np.array(places, dtype=np.int64)
-        batch.skipped, batch.error, batch.unmendable = skipped, error, unmendable
+        batch.skipped, batch.error = skipped, error
         return batch
 
     def _document(self, record: RawRecord, alone: bool) -> Document:
@@ -186,7 +183,7 @@ class Encoder:
         tokens = np.array(ids, dtype=np.uint32)
         expected = np.array(text_bytes, dtype=np.int64)
         altered = self._bytes_of(tokens, lengths) != expected
-        if not self._tokenizer.length_shows_loss():
+        if not self._tokenizer.length_shows_loss:
             self._mark_altered(documents, ids, lengths, altered)
         return EncodedBatch(
             ids=tokens,

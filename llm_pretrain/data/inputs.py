@@ -232,15 +232,8 @@ def _source(name: str, path: Path, entry: int, *, chat: bool) -> Source:
     except OSError as error:
         return replace(source, fault=(UNREADABLE, f"found: {error.strerror}"))
     if not stat.S_ISREG(status.st_mode):
-        return replace(source, fault=(UNREADABLE, f"expected a file, found {_kind(status.st_mode)}"))
+        return replace(source, fault=(UNREADABLE, "expected a plain file, found another kind"))
     return replace(source, status=status)
-
-
-def _kind(mode: int) -> str:
-    if stat.S_ISDIR(mode):
-        return "a folder that cannot be listed"
-    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def _without_repetition(sources: Iterable[Source]) -> Iterable[Source]:
@@ -271,9 +264,8 @@ def _files_of(entry: str, split: str) -> list[tuple[str, Path]]:
     if path.is_file():
         return [(entry, path)]
     if path.exists():
-        kind = _kind(path.stat().st_mode)
         raise DataError(
-            f"{entry}: expected a file or a folder, found {kind}; write what it gives to a file first"
+            f"{entry}: expected a file or a folder, found a pipe or device; write it to a file first"
         )
     if glob.has_magic(entry):
         matches = [Path(match) for match in sorted(glob.glob(entry, recursive=True))]

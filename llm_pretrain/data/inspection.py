@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_pretrain.data.packing import pack, stored_indexes
+from llm_pretrain.data.packing import pack
 from llm_pretrain.data.store import TokenStore, check_ids
 from llm_pretrain.data.tokenizers import Tokenizer
 from llm_pretrain.errors import ConfigError
@@ -54,7 +54,6 @@ def inspect_store(store: TokenStore, sequence_length: int) -> dict[str, Any]:
         "package_version": facts.get("package_version"),
         "dtype": {"<u2": "uint16", "<u4": "uint32"}[facts["dtype"]],
         "bytes_on_disk": sum(file["bytes"] for file in facts["files"].values()),
-        "packing_indexes": stored_indexes(store),
         "inputs": facts.get("inputs", []),
         "input_documents": facts.get("input_documents"),
         "validation_fraction": facts.get("validation_fraction"),

@@ -215,11 +215,6 @@ def sequences_per_epoch(config: Config) -> int:
     return sum(len(source.index) for source in _packed(config, "train"))
 
 
-def tokens_per_epoch(config: Config) -> int:
-    """Loss tokens in the train splits of all sources."""
-    return sum(store.facts["splits"]["train"]["targets"] for store in open_stores(config))
-
-
 def global_batches(
     config: Config, *, start_step: int, stores: Sequence[TokenStore] | None = None
 ) -> DataLoader[Batch]:

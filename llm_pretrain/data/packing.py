@@ -24,8 +24,6 @@ from filelock import FileLock, Timeout
 from llm_pretrain.data.store import TokenStore, sample_digest
 from llm_pretrain.text import reason_of
 
-_DOCUMENTS_AT_ONCE = 1 << 17
-
 
 @dataclass(frozen=True)
 class PackedIndex:
@@ -44,59 +42,12 @@ class PackedIndex:
         return len(self.sequence_offsets) - 1
 
 
-@dataclass(frozen=True)
-class PackedParts:
-    """A `PackedIndex` produced in parts, to save memory: `whole` sequences of one full piece, then `rest`.
-
-    `starts` and `whole_pieces`, int64 [documents], are the start of each document and the number of its full
-    pieces, of `sequence_length` each. The methods named like columns of a `PackedIndex` yield arrays, of any
-    integer type, whose concatenation is the column.
-    """
-
-    starts: np.ndarray
-    whole_pieces: np.ndarray
-    sequence_length: int
-    whole: int
-    rest: PackedIndex
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Numbers of pieces and sequences."""
-        return {"pieces": self.whole + len(self.rest.piece_start), "sequences": self.whole + len(self.rest)}
-
-    def piece_start(self) -> Iterator[np.ndarray]:
-        for first in range(0, len(self.starts) if self.whole else 0, _DOCUMENTS_AT_ONCE):
-            pieces = self.whole_pieces[first : first + _DOCUMENTS_AT_ONCE]
-            done = np.arange(int(pieces.sum())) - _cumulative(pieces)[:-1].repeat(pieces)
-            done *= self.sequence_length
-            done += self.starts[first : first + _DOCUMENTS_AT_ONCE].repeat(pieces)
-            yield done
-        yield self.rest.piece_start
-
-    def piece_length(self) -> Iterator[np.ndarray]:
-        for first in range(0, self.whole, _DOCUMENTS_AT_ONCE):
-            yield np.full(min(_DOCUMENTS_AT_ONCE, self.whole - first), self.sequence_length, dtype=np.int32)
-        yield self.rest.piece_length
-
-    def sequence_offsets(self) -> Iterator[np.ndarray]:
-        for first in range(0, self.whole, _DOCUMENTS_AT_ONCE):
-            yield np.arange(first, min(first + _DOCUMENTS_AT_ONCE, self.whole))
-        yield self.rest.sequence_offsets + self.whole
-
-
 def pack(offsets: np.ndarray, sequence_length: int, packing: str) -> PackedIndex:
     """Packs the documents whose tokens are [offsets[d], offsets[d + 1]) into sequences of `sequence_length`.
 
     `best_fit` splits only documents longer than a sequence and wastes almost nothing; `concat` fills
     sequences in turn and splits documents where a sequence ends; `pad` gives each piece its own sequence.
     """
-    parts = pack_in_parts(offsets, sequence_length, packing)
-    columns = parts.piece_start(), parts.piece_length(), parts.sequence_offsets()
-    return PackedIndex(*(np.concatenate(list(column)) for column in columns))
-
-
-def pack_in_parts(offsets: np.ndarray, sequence_length: int, packing: str) -> PackedParts:
-    """Computes the result of `pack`, with much less memory if documents are longer than sequences."""
     starts = np.asarray(offsets[:-1], dtype=np.int64)
     targets = np.diff(np.asarray(offsets, dtype=np.int64))
     targets -= 1
@@ -104,34 +55,16 @@ def pack_in_parts(offsets: np.ndarray, sequence_length: int, packing: str) -> Pa
     if not kept.all():
         starts, targets = starts[kept], targets[kept]
     del kept  # arrays of a large store have millions of entries
-    whole_pieces = np.zeros(0, dtype=np.int64)
     if packing == "concat":
-        rest = _concat(starts, targets, sequence_length)
-    elif packing == "pad":
-        piece_start, piece_length = _split_long(starts, targets, sequence_length)
-        rest = PackedIndex(piece_start, piece_length, np.arange(len(piece_start) + 1))
-    elif packing == "best_fit":
-        whole_pieces = targets // sequence_length  # best-fit decreasing places these first, one per sequence
-        targets -= whole_pieces * sequence_length
-        documents = np.flatnonzero(targets)
-        piece_length = targets[documents].astype(np.int32)
-        del targets
-        order, sequence_offsets = _best_fit(piece_length, sequence_length)
-        piece_length, documents = piece_length[order], documents[order]
-        del order
-        piece_start = whole_pieces[documents] * sequence_length
-        piece_start += starts[documents]
-        rest = PackedIndex(piece_start, piece_length, sequence_offsets)
-    else:
-        raise ValueError(f"unknown packing {packing!r}")
-    return PackedParts(starts, whole_pieces, sequence_length, int(whole_pieces.sum()), rest)
-
-
-def _best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns an order that groups the pieces by sequence, and the offset of each sequence in that order."""
-    sequence = best_fit_decreasing(sizes, capacity)
-    offsets = _cumulative(np.bincount(sequence))
-    return np.argsort(sequence, kind="stable"), offsets  # within a sequence: corpus order
+        return _concat(starts, targets, sequence_length)
+    piece_start, piece_length = _split_long(starts, targets, sequence_length)
+    if packing == "pad":
+        return PackedIndex(piece_start, piece_length, np.arange(len(piece_start) + 1))
+    if packing == "best_fit":
+        sequence = best_fit_decreasing(piece_length, sequence_length)
+        order = np.argsort(sequence, kind="stable")  # within a sequence: corpus order
+        return PackedIndex(piece_start[order], piece_length[order], _cumulative(np.bincount(sequence)))
+    raise ValueError(f"unknown packing {packing!r}")
 
 
 def _cumulative(counts: np.ndarray) -> np.ndarray:
@@ -285,12 +218,6 @@ def packed_index(store: TokenStore, split: str, sequence_length: int, packing: s
     return pack(documents.offsets, sequence_length, packing)
 
 
-def stored_indexes(store: TokenStore) -> list[dict[str, Any]]:
-    """Names and sizes of the files in the store's `index` folder, valid or not."""
-    files = sorted((store.path / FOLDER).glob("*.bin"))
-    return [{"file": file.name, "bytes": file.stat().st_size} for file in files]
-
-
 def _cache_folder() -> Path | None:
     """The user's cache folder; None for a user without a home folder, as in some containers."""
     base = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
@@ -346,17 +273,17 @@ def _build(file: Path, arguments: tuple[TokenStore, str, int, str]) -> None:
     store, split, sequence_length, packing = arguments
     for left in file.parent.glob(f".{file.name}.tmp-*"):  # left by a killed process
         left.unlink(missing_ok=True)
-    index = pack_in_parts(store.split(split).offsets, sequence_length, packing)
+    index = pack(store.split(split).offsets, sequence_length, packing)
+    counts = {"pieces": len(index.piece_start), "sequences": len(index)}
     temporary = file.parent / f".{file.name}.tmp-{uuid.uuid4().hex[:8]}"
     try:
         with temporary.open("w+b") as stream:
             stream.write(bytes(_HEADER_BYTES))
-            columns = index.piece_start(), index.sequence_offsets(), index.piece_length()
-            for column, (dtype, _) in zip(columns, _layout(arguments, **index.counts), strict=True):
-                for array in column:
-                    stream.write(np.ascontiguousarray(array, dtype=dtype).data)
+            columns = index.piece_start, index.sequence_offsets, index.piece_length
+            for column, (dtype, _) in zip(columns, _layout(arguments, **counts), strict=True):
+                stream.write(np.ascontiguousarray(column, dtype=dtype).data)
             stream.flush()
-            header = _facts(arguments) | index.counts | {"digest": _digest(stream)}
+            header = _facts(arguments) | counts | {"digest": _digest(stream)}
             stream.seek(0)
             stream.write(json.dumps(header).encode())
             stream.flush()

@@ -237,8 +237,9 @@ class _Pass:
                 preparation.progress(self._bytes)
             for batch, origin in self._batches():
                 if batch.error:
-                    advice = "; correct it, or leave such records out with --on_error skip"
-                    raise DataError(batch.error + ("" if batch.unmendable else advice))
+                    raise DataError(
+                        f"{batch.error}; correct it, or leave such records out with --on_error skip"
+                    )
                 self._add(batch, origin)
                 if time.monotonic() >= self._next_commit:
                     self._commit()
@@ -362,7 +363,7 @@ STORE = "store"
 """Subfolder in which the store is written."""
 REPLACED = STORE + "-old"
 """Subfolder of the store being replaced, between the two renames of a commit."""
-_KEPT = ("lock", "pid", MARKER)
+_KEPT = ("lock", MARKER)
 """Names of the files that stay in the folder while a process works in it."""
 
 
@@ -391,14 +392,13 @@ class Workspace:
                 continue  # the lock's last holder has just removed the folder
             except Timeout:
                 raise OutputError(
-                    f"{self._output}: expected no other prepare at work on it, found {self._holder()}; "
-                    "wait until it is done, or choose another --output"
+                    f"{self._output}: expected no other prepare at work on it, found one; wait until it is "
+                    "done, or choose another --output"
                 ) from None
             if (self.folder / "lock").exists():
                 break
             self._lock.release()
         write_marker(self.folder, "prepare")  # before any file that the marker vouches for
-        (self.folder / "pid").write_text(str(os.getpid()))
         self._restore_replaced_store()
         self.state = self._read_state()
         if self.state is None:
@@ -408,30 +408,19 @@ class Workspace:
     def __exit__(self, *_: object) -> None:
         if self.state is None:
             self.remove()
-        if not self._removed:
-            (self.folder / "pid").unlink(missing_ok=True)
         self._lock.release()
 
     def _refuse_other_content(self) -> None:
         """Refuses a folder that no earlier `prepare` left, since everything in it would be deleted."""
-        found = None
+        begun = f".{MARKER}.tmp-"  # left by a process that was killed before it wrote the marker
         with suppress(FileNotFoundError):  # the lock's last holder has just removed the folder
-            entries = list(os.scandir(self.folder))
-            links = [entry.name for entry in entries if entry.is_symlink()]
-            begun = f".{MARKER}.tmp-"  # left by a process that was killed before it wrote the marker
-            names = [entry.name for entry in entries if not entry.name.startswith(begun)]
-            other = [name for name in names if name not in ("lock", "pid")]
-            if self.folder.is_symlink() or links:
-                found = f"a link: {min(links, default=self.folder.name)}"
-            elif other and read_marker(self.folder, "prepare") is None:
-                found = f"{min(other)} in it, and no {MARKER} of it"
-            elif (lock := self.folder / "lock").exists() and lock.stat().st_size:
-                found = "a lock with content"
-        if found:
-            raise OutputError(
-                f"{self.folder}: expected the folder in which {self._output} is prepared, found {found}; "
-                "move it, or choose another --output"
-            )
+            names = [entry.name for entry in os.scandir(self.folder) if not entry.name.startswith(begun)]
+            other = [name for name in names if name != "lock"]
+            if other and read_marker(self.folder, "prepare") is None:
+                raise OutputError(
+                    f"{self.folder}: expected the folder in which {self._output} is prepared, found "
+                    f"{min(other)} in it, and no {MARKER} of it; move it, or choose another --output"
+                )
 
     def _restore_replaced_store(self) -> None:
         """Moves the old store back if a process was killed between the two renames of a commit."""
@@ -474,12 +463,6 @@ class Workspace:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
-    def _holder(self) -> str:
-        try:
-            return f"process {int((self.folder / 'pid').read_text())}"
-        except (OSError, ValueError):
-            return "one"
-
 
 def _digest(state: dict[str, Any]) -> str:
     """SHA-256 of a state. It detects a damaged or edited state, which could lead to a wrong store."""
@@ -489,6 +472,13 @@ def _digest(state: dict[str, Any]) -> str:
 HASHES = 1 << 64
 ZLIB_LIMIT = 64 << 20
 """zlib's bits per byte are taken over at most this many leading bytes of the validation text."""
+
+
+def fitting_threshold(threshold: int, lowest: int, highest: int) -> int:
+    """The next hash below which documents are validation so that no split is empty; 0 if all are equal."""
+    if threshold == 0 or lowest == highest:
+        return 0
+    return min(max(threshold, lowest + 1), highest)
 
 
 class ZlibRate:
@@ -516,7 +506,7 @@ class ZlibRate:
         return 8 * (self._packed + len(self._compressor.flush())) / self._size
 
 
-_COUNTS = ("documents", "altered", "duplicates", "lowest", "highest", "validation_documents")
+_COUNTS = ("documents", "altered", "duplicates", "lowest", "highest")
 
 
 class Totals:
@@ -528,7 +518,7 @@ class Totals:
     """
 
     def __init__(self, folder: Path, inputs: int, state: dict[str, Any] | None = None):
-        self.documents = self.altered = self.duplicates = self.validation_documents = 0
+        self.documents = self.altered = self.duplicates = 0
         self.lowest, self.highest = HASHES, -1
         self.skipped: Counter[str] = Counter()
         self.entries = [0] * inputs
@@ -565,7 +555,6 @@ class Totals:
         if len(batch.hashes):
             self.lowest = min(self.lowest, int(batch.hashes.min()))
             self.highest = max(self.highest, int(batch.hashes.max()))
-        self.validation_documents += len(batch.texts)
         for text in batch.texts:
             self._text.write(text[: max(0, ZLIB_LIMIT - self._text.bytes)])
         if keep_keys:
@@ -586,15 +575,10 @@ class Totals:
         return np.frombuffer(b"".join(self._keys.content()), dtype=np.uint64)
 
     def other_threshold(self, threshold: int) -> int | None:
-        """Returns a threshold that leaves no split empty; None if `threshold` leaves none empty, or none can.
-
-        If all documents are equal and `threshold` puts them into validation, returns 0: they go to train.
-        """
-        if threshold == 0 or self.lowest == self.highest:
-            return 0 if threshold and self.validation_documents else None
-        if self.validation_documents == 0:
-            return self.lowest + 1
-        return self.highest if self.validation_documents == self.documents else None
+        """The `fitting_threshold`; None if it puts every document into the same split as `threshold`."""
+        fitting = fitting_threshold(threshold, self.lowest, self.highest)
+        is_same = fitting == threshold or (fitting == 0 and threshold <= self.lowest)
+        return None if is_same else fitting
 
     def zlib_bits_per_byte(self) -> float | None:
         """Compressed bits per byte of the validation text at level 9; None without text."""

@@ -1,4 +1,4 @@
-"""Reads files of every format and compression into raw records, in order and in bounded memory."""
+"""Reads files of every format and compression into raw records, in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import io
 import json
 import lzma
 import os
-import sys
+import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +33,7 @@ from llm_pretrain.data.inputs import TABLE_SUFFIXES, Source, find_sources
 from llm_pretrain.data.tables import choose_columns, hub_records, table_records
 from llm_pretrain.errors import DataError
 from llm_pretrain.files import open_plain
+from llm_pretrain.text import reason_of
 
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)
 """Raised when a damaged compressed file is read."""
@@ -155,80 +156,38 @@ def _is_json(line: bytes) -> bool:
         return False
 
 
+_ARRAY_CHARACTERS = 1 << 30
+"""Largest .json file with an array, which is read as a whole."""
+_MARK = re.compile(r"\s*(.?)\s*", re.DOTALL)
+
+
 def _elements(index: int, name: str, file: BinaryIO) -> Iterator[RawRecord]:
-    """The elements of a JSON array, counted from 1. Reading ends at a malformed element."""
-    number = 0
+    """The elements of a JSON array, counted from 1, of a file that is read as a whole.
+
+    Reading ends at a malformed element.
+    """
+    with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+        text = stream.read(_ARRAY_CHARACTERS + 1)
+    if len(text) > _ARRAY_CHARACTERS:
+        detail = f"expected an array of at most {_ARRAY_CHARACTERS} characters; write lines (.jsonl) instead"
+        yield bad_record(name, 1, TOO_LARGE, detail, index)
+        return
+    if re.fullmatch(r"\s*\[\s*\]\s*", text):
+        return
+    scan, expected, number, end = json.JSONDecoder().raw_decode, "[", 0, 0
     try:
-        with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-            window = _JsonWindow(stream)
-            window.expect("[")
-            while number or window.next() != "]":
-                data = window.value()
-                number += 1
-                yield RawRecord(name, number, data.encode("utf-8", "surrogateescape"), "json", index)
-                if window.expect(",]") == "]":
-                    break
-            else:
-                window.expect("]")
-            if window.next():
-                raise ValueError("more text behind its end")
+        while (mark := _MARK.match(text, end)) and mark[1] != "]":
+            if not mark[1] or mark[1] not in expected:
+                raise ValueError(f"{mark[1] or 'the end'} in place of {' or '.join(expected)}")
+            _, end = scan(text, mark.end())
+            number, expected = number + 1, ",]"
+            data = text[mark.end() : end].encode("utf-8", "surrogateescape")
+            yield RawRecord(name, number, data, "json", index)
+        if mark and mark.end() < len(text):
+            raise ValueError("more text behind its end")
     except (ValueError, RecursionError) as error:
-        detail = f"expected a JSON array, found: {str(error) or 'nesting too deep'}"
+        detail = f"expected a JSON array, found: {reason_of(error)}"
         yield bad_record(name, number + 1, "invalid JSON", detail, index)
-
-
-class _JsonWindow:
-    """A sliding window over a long JSON text; it holds at most the longest value."""
-
-    def __init__(self, stream: io.TextIOBase):
-        self._stream = stream
-        self._text = ""
-        self._position = 0
-        self._scan = json.JSONDecoder().raw_decode
-
-    def next(self) -> str:
-        """The next non-space character, or an empty string at the end."""
-        while True:
-            while self._position < len(self._text):
-                if not self._text[self._position].isspace():
-                    return self._text[self._position]
-                self._position += 1
-            if not self._grow():
-                return ""
-
-    def expect(self, expected: str) -> str:
-        """Consumes and returns one of the characters `expected`."""
-        found = self.next()
-        if not found or found not in expected:
-            raise ValueError(f"{found or 'the end'} in place of {' or '.join(expected)}")
-        self._position += 1
-        return found
-
-    def value(self) -> str:
-        """Consumes one value and returns its text."""
-        self.next()
-        while True:
-            try:
-                _, end = self._scan(self._text, self._position)
-                if end < len(self._text):  # else more digits may follow a number
-                    break
-            except ValueError as error:
-                if not self._grow():
-                    raise ValueError(str(error).split(":")[0]) from error
-                continue
-            if not self._grow():
-                break
-        text, self._position = self._text[self._position : end], end
-        return text
-
-    def _grow(self) -> bool:
-        """Doubles the window, so that the time for a long value stays linear."""
-        kept = self._text[self._position :]
-        if len(kept) > RECORD_BYTES:
-            raise ValueError(f"one of more than {RECORD_BYTES} bytes, or one without an end")
-        more = self._stream.read(max(_CHUNK, len(kept)))
-        self._text, self._position = kept + more, 0
-        return bool(more)
 
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -353,51 +312,19 @@ def _records_of_file(index: int, source: Source, text_column: str) -> Iterator[R
         yield from table_records(index, source.name, source.path, source.compression(), text_column)
     else:
         with open_binary(source.path, source.compression()) as file:
-            yield from _records_of_stream(index, source, file, text_column)
-
-
-def _records_of_stream(index: int, source: Source, file: BinaryIO, text_column: str) -> Iterator[RawRecord]:
-    if reader := FORMATS.get(source.format()):
-        return reader(index, source.name, file, text_column)
-    return iter([RawRecord(source.name, 0, file.read(RECORD_BYTES + 1), "text", index)])
-
-
-class _RowTooLargeError(csv.Error):
-    """A row larger than RECORD_BYTES; after a quote that stays open, the rest of the file is one row."""
-
-
-class _RowLines:
-    """The lines of a .csv file; `number` counts lines, `size` counts characters of the current row."""
-
-    def __init__(self, stream: io.TextIOBase):
-        self._stream = stream
-        self.number = self.size = 0
-
-    def __iter__(self) -> _RowLines:
-        return self
-
-    def __next__(self) -> str:
-        line = self._stream.readline(RECORD_BYTES + 1)
-        if not line:
-            raise StopIteration
-        self.number += 1
-        self.size += len(line)
-        if self.size > RECORD_BYTES:
-            while line and not line.endswith(("\n", "\r")):
-                line = self._stream.readline(_CHUNK)
-            raise _RowTooLargeError(
-                f"expected at most {RECORD_BYTES} bytes in one row; is a quote left open?"
-            )
-        return line
+            if reader := FORMATS.get(source.format()):
+                yield from reader(index, source.name, file, text_column)
+            else:
+                yield RawRecord(source.name, 0, file.read(RECORD_BYTES + 1), "text", index)
 
 
 def _delimited(
     index: int, name: str, file: BinaryIO, text_column: str, *, delimiter: str
 ) -> Iterator[RawRecord]:
     """Yields the rows of a .csv or .tsv file with a header line; `line` is the last line of the row."""
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(RECORD_BYTES)  # or an open quote would put the rest of the file into one field
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        lines = _RowLines(stream)
+        lines = iter(partial(stream.readline, RECORD_BYTES + 1), "")
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
             header = next(filter(None, rows), None)  # blank lines may precede the header
@@ -405,21 +332,19 @@ def _delimited(
             raise DataError(f"{name}: expected the names of the columns first, found: {error}") from error
         columns = choose_columns(name, header, text_column) if header else []
         while header:
-            lines.size = 0
             try:
                 row = next(rows, None)
             except csv.Error as error:
-                cause = TOO_LARGE if isinstance(error, _RowTooLargeError) else "invalid CSV"
-                yield bad_record(name, lines.number, cause, str(error), index)
+                yield bad_record(name, rows.line_num, "invalid CSV", str(error), index)
                 continue
             if row is None:
                 return
             if len(row) == len(header):
                 fields = {column: row[header.index(column)] for column in columns}
-                yield _record_of_row(index, name, lines.number, fields, text_column)
+                yield _record_of_row(index, name, rows.line_num, fields, text_column)
             elif row:
                 detail = f"expected {len(header)} columns, found {len(row)}"
-                yield bad_record(name, lines.number, "wrong number of columns", detail, index)
+                yield bad_record(name, rows.line_num, "wrong number of columns", detail, index)
 
 
 def _record_of_row(index: int, name: str, line: int, fields: dict[str, str], text_column: str) -> RawRecord:

@@ -70,22 +70,18 @@ def sample_digest(file: BinaryIO, size: int, start: int = 0) -> str:
     return digest.hexdigest()
 
 
-def check_digests(path: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Reads every file of the store at `path` and compares its hash. Raises DataError for an altered file."""
-    for name, expected in files.items():
-        with open_data(path / name) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != expected["sha256"]:
-            raise _altered(path, name, "SHA-256", expected["sha256"], found)
+def check_files(path: Path, files: dict[str, dict[str, Any]], *, whole: bool) -> None:
+    """Compares the hash of every file of the store at `path`, or of its sampled blocks, if not `whole`.
 
-
-def check_samples(path: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Compares the sample digest of every file. Raises DataError for an altered file."""
-    for name, expected in files.items():
+    Raises DataError for an altered file.
+    """
+    kind, key = ("SHA-256", "sha256") if whole else ("sample", "sample")
+    for name, entry in files.items():
         with open_data(path / name) as file:
-            found = sample_digest(file, expected["bytes"])
-        if found != expected["sample"]:
-            raise _altered(path, name, "sample", expected["sample"], found)
+            size = entry["bytes"]
+            found = hashlib.file_digest(file, "sha256").hexdigest() if whole else sample_digest(file, size)
+        if found != entry[key]:
+            raise _altered(path, name, kind, entry[key], found)
 
 
 def _altered(path: Path, name: str, kind: str, expected: str, found: str) -> DataError:
@@ -189,7 +185,7 @@ class TokenStore:
 
     def verify(self) -> None:
         """Reads and hashes every file, whatever the store's size. Raises DataError for an altered file."""
-        check_digests(self.path, self.facts["files"])
+        check_files(self.path, self.facts["files"], whole=True)
         self._check_ids()
 
     def __reduce__(self):
@@ -219,10 +215,9 @@ class TokenStore:
         if key in _verified:
             return
         files: dict[str, dict[str, Any]] = self.facts["files"]
-        if sum(expected["bytes"] for expected in files.values()) > VERIFY_LIMIT:
-            check_samples(self.path, files)
-        else:
-            check_digests(self.path, files)
+        is_small = sum(expected["bytes"] for expected in files.values()) <= VERIFY_LIMIT
+        check_files(self.path, files, whole=is_small)
+        if is_small:
             self._check_ids()
         for name in ("train", "validation"):
             split = self.split(name)
@@ -250,7 +245,8 @@ def _open_again(path: Path, expected: str) -> TokenStore:
 class StoreSplit:
     """One split of a store: document d has the tokens [offsets[d], offsets[d + 1]); `offsets` is int64.
 
-    `documents`, `tokens` and `text_bytes` (UTF-8) are counts.
+    `documents`, `tokens` and `text_bytes` (UTF-8) are counts. `mask` is the bit-packed loss mask, first token
+    in the lowest bit; None if every token is a target.
     """
 
     def __init__(self, store: TokenStore, name: str):
@@ -267,21 +263,11 @@ class StoreSplit:
         self.shard_files = [folder / name for name in names]
         self.shards = [_map(f, dtype, count) for f, count in zip(self.shard_files, counts, strict=True)]
         bits = -(-self.tokens // 8)
-        self._mask = _map(folder / "loss_mask.bin", np.dtype("u1"), bits) if facts["masked"] else None
+        self.mask = _map(folder / "loss_mask.bin", np.dtype("u1"), bits) if facts["masked"] else None
         if self.offsets[-1] != self.tokens or self.shard_starts[-1] != self.tokens:
             raise DataError(
                 f"{folder}: expected {self.tokens} tokens in shards and offsets, found another number"
             )
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether any token is masked; without a mask every token is a target."""
-        return self._mask is not None
-
-    @property
-    def mask_bytes(self) -> np.ndarray:
-        """The bit-packed loss mask, first token in the lowest bit; empty without a mask."""
-        return np.zeros(0, dtype=np.uint8) if self._mask is None else self._mask
 
     def tokens_at(self, start: int, stop: int) -> np.ndarray:
         """Token ids [start, stop) of one document: uint16 or uint32, a view of the memory map."""
@@ -293,10 +279,10 @@ class StoreSplit:
 
     def mask_at(self, start: int, stop: int) -> np.ndarray:
         """bool [stop - start]: which of the tokens are targets of the loss."""
-        if self._mask is None:
+        if self.mask is None:
             return np.ones(stop - start, dtype=np.bool_)
         first = start >> 3
-        bits = np.unpackbits(self._mask[first : (stop + 7) >> 3], bitorder="little")
+        bits = np.unpackbits(self.mask[first : (stop + 7) >> 3], bitorder="little")
         return bits[start - 8 * first : stop - 8 * first].view(np.bool_)
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:

@@ -109,9 +109,7 @@ def _parquet(file: BinaryIO, name: str, text_column: str) -> Iterator[Any]:
     groups = [table.metadata.row_group(k) for k in range(table.num_row_groups)]
     size = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=1)
     columns = choose_columns(name, table.schema_arrow.names, text_column)
-    fields = [table.schema_arrow.field(column) for column in columns]
-    most = 4096 if all(pyarrow.types.is_dictionary(field.type) for field in fields) else _MOST_ROWS
-    rows = min(max(BATCH_BYTES // max(size, 1), 1), most)
+    rows = min(max(BATCH_BYTES // max(size, 1), 1), _MOST_ROWS)
     yield from table.iter_batches(batch_size=rows, columns=columns, use_threads=False)
 
 
@@ -120,14 +118,11 @@ def _ipc(file: BinaryIO, name: str, text_column: str) -> Iterator[Any]:
 
     It validates the batches: pyarrow follows offsets of a damaged file beyond the end of the memory.
     """
-    import pyarrow
 
     for batch in _ipc_batches(file):
         batch.validate()
         chosen = batch.select(choose_columns(name, batch.schema.names, text_column))
-        kind = chosen.column(0).type
-        text = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        if chosen.num_columns > 1 or _binary_type(text) is None:
+        if chosen.num_columns > 1 or _binary_type(chosen.column(0).type) is None:
             chosen.validate(full=True)
         yield chosen
 
@@ -186,31 +181,12 @@ def _named(value: Any) -> dict[str, str]:
 
 def _utf8(column: Any) -> list[bytes | None] | None:
     """The values of a column of strings or bytes as bytes, without UTF-8 checks; None for another type."""
-    from pyarrow import types
-
-    if types.is_dictionary(column.type):
-        return _utf8_of_dictionary(column)
     binary = _binary_type(column.type)
     if binary is None:
         return None
     column = column.view(binary)
     column.validate(full=True)  # checks that offsets are within the data
     return column.to_pylist()
-
-
-def _utf8_of_dictionary(column: Any) -> list[bytes | None] | None:
-    """`_utf8` of a dictionary column. Equal texts share one object: a copy per row may exceed the memory."""
-    import pyarrow
-
-    binary = _binary_type(column.type.value_type)
-    if binary is None:
-        return None
-    values = column.dictionary.view(binary)  # as bytes: validating strings would check their UTF-8
-    values.validate(full=True)
-    pyarrow.DictionaryArray.from_arrays(column.indices, values).validate(full=True)
-    indices = column.indices.to_pylist()
-    texts = {index: None if index is None else values[index].as_py() for index in set(indices)}
-    return [texts[index] for index in indices]
 
 
 def _binary_type(kind: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from llm_pretrain.data.documents import EMPTY, RecordError, parse_record
 from llm_pretrain.data.readers import read_records
-from llm_pretrain.data.tokenizers import MAX_VOCAB_SIZE, SPACE_SPLIT, Tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers import SPACE_SPLIT, Tokenizer, open_tokenizer
 from llm_pretrain.errors import ConfigError, DataError
 
 TokenizerType = Literal["sentencepiece-bpe", "sentencepiece-unigram", "char", "bytelevel-bpe"]
@@ -71,8 +71,6 @@ def train_tokenizer(
         raise ConfigError(f"--vocab_size: expected a size for --type {type}, found none; add --vocab_size N")
     if vocab_size is not None and vocab_size < 1:
         raise ConfigError(f"--vocab_size: expected more than 0, found {vocab_size}")
-    if vocab_size is not None and vocab_size > MAX_VOCAB_SIZE:  # libraries allocate it at once
-        raise ConfigError(f"--vocab_size: expected at most {MAX_VOCAB_SIZE}, found {vocab_size}")
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder}: expected a new or empty folder, found one in use; choose another")
@@ -460,6 +458,7 @@ def build_sentencepiece_bpe(blocks: Iterator[str], vocab_size: int) -> tuple[dic
     model = train_sentencepiece(blocks, vocab_size, "bpe")
     pieces = read_pieces(model)
     scores = pieces.scores
+    crosses = any(re.search(f"[^{SPACE}]{SPACE}", piece) for piece in scores)
     merges = [
         [piece[:cut], piece[cut:]]
         for piece in sorted(scores, key=lambda piece: -scores[piece])
@@ -470,7 +469,7 @@ def build_sentencepiece_bpe(blocks: Iterator[str], vocab_size: int) -> tuple[dic
         pieces.ids,
         chat=True,
         normalizer=SPACE_SPLIT["normalizer"],
-        pre_tokenizer=_pre_tokenizer(scores),
+        pre_tokenizer=None if crosses else SPACE_SPLIT["pre_tokenizer"],  # for speed
         decoder=DECODER,
         model=bpe_model(pieces.ids, merges, byte_fallback=True, unk_token=SPECIAL_TOKENS[0]),
     )
@@ -491,13 +490,6 @@ def _cuts(piece: str) -> list[int]:
         if has_short and not has_long:
             cuts[short - 1], cuts[length - short - 1] = length - short, short
     return cuts
-
-
-def _pre_tokenizer(pieces: dict[str, float]) -> dict[str, Any] | None:
-    """Splits before every run of spaces, for speed; None if a piece has a space after another character."""
-    if any(re.search(f"[^{SPACE}]{SPACE}", piece) for piece in pieces):
-        return None
-    return SPACE_SPLIT["pre_tokenizer"]
 
 
 SCORE_QUANTUM = 1 / 16

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llm_pretrain.errors import DataError
-from llm_pretrain.files import read_data, read_object
+from llm_pretrain.files import read_chat_template, read_data, read_object, read_special_tokens
 from llm_pretrain.text import reason_of
 
 TOKENIZER_FILES = (
@@ -43,8 +43,6 @@ SPACE_SPLIT: dict[str, Any] = {
 }
 """Entries of tokenizer.json that cut text before every run of spaces; no token crosses a cut."""
 
-_TOKENIZER_PATTERNS = ("*token*", "vocab*", "*.model", "*.tiktoken")
-"""Names of the files of any Hugging Face tokenizer, including older ones without `tokenizer.json`."""
 _SEGMENTS = (
     re.compile(r"[ ▁]*[^\W\d_]+|[ ▁]*(?:[^\w ▁]|[\d_])+|[ ▁]+"),  # letters apart from everything else
     re.compile(r"[ ▁]+[^ ▁]*|[^ ▁]+"),
@@ -63,7 +61,8 @@ class Tokenizer:
     Attributes: `folder`, `hash` (SHA-256 of `tokenizer.json`, which determines every id), `vocab_size`
     (highest id + 1), `kind` (the algorithm, in words), `special_ids`, `bos_token_id`, `eos_token_id`,
     `pad_token_id` (None if undefined), `chat_template` (Jinja, or None), `tool_template` (for
-    conversations with tools; None if they use `chat_template`).
+    conversations with tools; None if they use `chat_template`), `length_shows_loss` (whether every text that
+    decoding does not restore is longer than its decoded text).
     """
 
     def __init__(self, folder: Path):
@@ -111,6 +110,7 @@ class Tokenizer:
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
         self._segmenter = _find_segmenter(self._spec)
+        self.length_shows_loss = self._segmenter is not None  # others may change text at equal length
         self._cache: dict[str, list[int]] = {}
         self._cached_characters = 0
         self.hash = digest
@@ -125,7 +125,7 @@ class Tokenizer:
                     f"{file}: expected ids 0 to {self.vocab_size - 1} without a gap, found {entry['id']} for "
                     f"the added token {entry['content']!r}, which is read as {index}; correct added_tokens"
                 )
-        named = _special_tokens(self.folder)
+        named = read_special_tokens(self.folder)
         special = {entry["id"] for entry in self._spec.get("added_tokens", []) if entry.get("special")}
         ids = {key: vocabulary.get(token) for key, token in named.items()}
         special |= {token for token in ids.values() if token is not None}
@@ -134,8 +134,8 @@ class Tokenizer:
         self.eos_token_id = ids.get("eos_token")
         self.pad_token_id = ids.get("pad_token")
         self.kind = _kind(self._spec)
-        self.chat_template = _chat_template(self.folder, "default")
-        self.tool_template = _chat_template(self.folder, "tool_use")
+        self.chat_template = read_chat_template(self.folder)
+        self.tool_template = read_chat_template(self.folder, "tool_use")
 
     def check_named_tokens(self) -> None:
         """Raises DataError, with file, key and token, if other files name a token that tokenizer.json lacks.
@@ -214,13 +214,6 @@ class Tokenizer:
         """int64 [vocab_size]: number of UTF-8 bytes of each id."""
         return np.array([len(piece) for piece in self.token_pieces()], dtype=np.int64)
 
-    def length_shows_loss(self) -> bool:
-        """Whether every text that decoding does not restore is longer than its decoded text.
-
-        This holds for tokenizers that `_find_segmenter` accepts; others may change text at equal length.
-        """
-        return self._segmenter is not None
-
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:
     """Opens a folder with `tokenizer.json` and an EOS token. Raises DataError."""
@@ -242,8 +235,6 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
 def convert_tokenizer(folder: str | Path, target: Path) -> None:
     """Converts an older Hugging Face tokenizer folder into one with `tokenizer.json`, written to `target`."""
     folder = Path(folder)
-    if not any(path for pattern in _TOKENIZER_PATTERNS for path in folder.glob(pattern)):
-        raise DataError(f"{folder}: expected a Hugging Face tokenizer folder, found no tokenizer.json in it")
     from transformers import AutoTokenizer
 
     try:
@@ -271,34 +262,6 @@ def _kind(spec: dict[str, Any]) -> str:
     if any(part["type"] == "ByteLevel" for part in components(spec.get("pre_tokenizer"))):
         return "byte-level BPE"
     return "BPE with byte fallback" if model["merges"] else "characters"
-
-
-def _chat_template(folder: Path, name: str) -> str | None:
-    """Template from chat_template.jinja or else tokenizer_config.json; a single one is named `default`."""
-    template: Any = None
-    if (folder / "chat_template.jinja").is_file():
-        template = read_data(folder / "chat_template.jinja").decode("utf-8", errors="replace")
-    elif (folder / "tokenizer_config.json").is_file():
-        template = read_object(folder / "tokenizer_config.json").get("chat_template")
-    templates = template if isinstance(template, list) else [{"name": "default", "template": template}]
-    entries = [entry for entry in templates if isinstance(entry, dict)]
-    template = next((entry.get("template") for entry in entries if entry.get("name") == name), None)
-    return template if isinstance(template, str) else None
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """{"bos_token": "<s>", …} from tokenizer_config.json, else from special_tokens_map.json."""
-    named: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        if not (folder / file).is_file():
-            continue
-        content = read_object(folder / file)
-        for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            value = content.get(key)
-            token = value.get("content") if isinstance(value, dict) else value
-            if isinstance(token, str):
-                named[key] = token
-    return named
 
 
 def _find_segmenter(spec: dict[str, Any]) -> re.Pattern[str] | None:

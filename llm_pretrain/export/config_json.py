@@ -1,26 +1,269 @@
-"""Writes a model's `config.json` for transformers 5, transformers 4 and mlx-lm, and reads such files."""
+"""Architectures of transformers that our decoder is read from and written as, and their `config.json`.
+
+The file is for transformers 5, transformers 4 and mlx-lm.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from llm_pretrain.config.loading import shape_problems
-from llm_pretrain.config.model_config import YARN_BETAS, ModelConfig
+from llm_pretrain.config.model_config import YARN_BETAS, ModelConfig, neutral_values
 from llm_pretrain.config.schema import build
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.export.hf_architectures import (
-    HF_ARCHITECTURES,
-    LACKING,
-    MLP_LAYER_TYPES,
-    MLP_ONLY_LAYERS,
-    ROUTER_BIAS,
-    SHARED_EXPERT,
-    HFArchitecture,
-    match_hf_architecture,
-    scales_down_proj,
+
+
+@dataclasses.dataclass(frozen=True)
+class HFArchitecture:
+    """An architecture of transformers that computes what our decoder computes; weights may be rearranged.
+
+    Args:
+        class_name: Name of the class in transformers.
+        keys: Our field -> its names in `config.json`, and the architecture's default if all names are missing
+            (None: the key is required).
+        fixed: Our fields whose values the architecture implies.
+        extra: Keys that are always written.
+        lacks: Keys of other architectures that this class does not declare. They are not written, because a
+            reader may infer a feature from a key: TRL infers an auxiliary loss from `router_aux_loss_coef`.
+        rope_theta, rms_norm_eps, head_dim, partial_rotary_factor: Defaults for missing keys. A head_dim of
+            None means hidden_size / num_attention_heads. Our decoder's partial_rotary_factor is always 1.
+    """
+
+    class_name: str
+    keys: Mapping[str, tuple[tuple[str, ...], Any]] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lacks: tuple[str, ...] = ()
+    rope_theta: float = 1e4
+    rms_norm_eps: float = 1e-6
+    head_dim: int | None = None
+    partial_rotary_factor: float = 1.0
+
+
+_COUNTS = {
+    "num_experts": (("num_local_experts", "num_experts"), None),
+    "num_experts_per_tok": (("num_experts_per_tok",), None),
+}
+_SIGMOID_KEYS = {
+    "num_experts": (("n_routed_experts",), None),
+    "num_experts_per_tok": (("num_experts_per_tok",), None),
+    "moe_intermediate_size": (("moe_intermediate_size",), 1408),
+    "n_shared_experts": (("n_shared_experts",), 1),
+    "norm_topk_prob": (("norm_topk_prob",), True),
+    "routed_scaling_factor": (("routed_scaling_factor",), 1.0),
+    "first_k_dense_replace": (("first_k_dense_replace",), 1),
+}
+_NO_GROUPS = {"n_group": 1, "topk_group": 1}
+_GLM4_MOE = HFArchitecture(
+    "Glm4MoeForCausalLM",
+    keys={**_SIGMOID_KEYS, "qk_norm": (("use_qk_norm",), False)},
+    fixed={"scoring_func": "sigmoid"},
+    extra={**_NO_GROUPS, "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0},
+    lacks=("sliding_window", "router_aux_loss_coef"),
+    rms_norm_eps=1e-5,
+    partial_rotary_factor=0.5,
 )
+
+HF_ARCHITECTURES: dict[str, HFArchitecture] = {
+    "qwen3": HFArchitecture("Qwen3ForCausalLM", fixed={"qk_norm": True}, head_dim=128),
+    "llama": HFArchitecture(
+        "LlamaForCausalLM", fixed={"qk_norm": False}, extra={"mlp_bias": False}, lacks=("sliding_window",)
+    ),
+    "mistral": HFArchitecture("MistralForCausalLM", fixed={"qk_norm": False}, lacks=("attention_bias",)),
+    "qwen3_moe": HFArchitecture(
+        "Qwen3MoeForCausalLM",
+        keys={
+            **_COUNTS,
+            "moe_intermediate_size": (("moe_intermediate_size",), 768),
+            "norm_topk_prob": (("norm_topk_prob",), False),
+            "decoder_sparse_step": (("decoder_sparse_step",), 1),
+        },
+        fixed={"qk_norm": True},
+        lacks=("max_window_layers",),
+    ),
+    "mixtral": HFArchitecture(
+        "MixtralForCausalLM",
+        keys={**_COUNTS, "moe_intermediate_size": (("intermediate_size",), 14336)},
+        fixed={"qk_norm": False, "norm_topk_prob": True},
+        lacks=("attention_bias",),
+        rope_theta=1e6,
+        rms_norm_eps=1e-5,
+    ),
+    "glm4_moe": _GLM4_MOE,
+    "hy_v3": HFArchitecture(
+        "HYV3ForCausalLM",
+        keys={
+            "num_experts": (("num_experts",), None),
+            "num_experts_per_tok": (("num_experts_per_tok",), None),
+            "moe_intermediate_size": (("moe_intermediate_size",), 1536),
+            "n_shared_experts": (("num_shared_experts",), 1),
+            "routed_scaling_factor": (("router_scaling_factor",), 2.826),
+        },
+        fixed={"qk_norm": True, "scoring_func": "sigmoid", "norm_topk_prob": True},
+        extra={"mlp_bias": False},
+        lacks=("sliding_window", "router_aux_loss_coef"),
+        rope_theta=11_158_840.0,
+        rms_norm_eps=1e-5,
+        head_dim=128,
+    ),
+    "ernie4_5_moe": HFArchitecture(
+        "Ernie4_5_MoeForCausalLM",
+        keys={
+            "num_experts": (("moe_num_experts",), None),
+            "num_experts_per_tok": (("moe_k",), None),
+            "moe_intermediate_size": (("moe_intermediate_size",), 1536),
+            "n_shared_experts": (("moe_num_shared_experts",), 2),
+            "first_k_dense_replace": (("moe_layer_start_index",), 1),
+            "decoder_sparse_step": (("moe_layer_interval",), 1),
+        },
+        fixed={"qk_norm": False, "norm_topk_prob": True},
+        # The lower bound of the sum of weights must not take effect, because our decoder has no such bound.
+        extra={"use_bias": False, "moe_norm_min": 1e-30},
+        lacks=("sliding_window", "attention_bias", "attention_dropout"),
+        rope_theta=5e5,
+        rms_norm_eps=1e-5,
+    ),
+    "qwen2_moe": HFArchitecture(
+        "Qwen2MoeForCausalLM",
+        keys={
+            "num_experts": (("num_experts",), None),
+            "num_experts_per_tok": (("num_experts_per_tok",), None),
+            "moe_intermediate_size": (("moe_intermediate_size",), 1408),
+            "norm_topk_prob": (("norm_topk_prob",), False),
+            "decoder_sparse_step": (("decoder_sparse_step",), 1),
+        },
+        fixed={"qk_norm": False},
+        extra={"qkv_bias": True},  # transformers 4 always has biases, so they are written as zeros
+        lacks=("attention_bias",),
+    ),
+}
+"""`model_type` -> architecture."""
+
+_LACKING = {
+    "qwen2": "biases of query, key and value",
+    "olmoe": "norms of query and key over all heads at once",
+    "gemma2": "norms after attention and MLP, scaled embeddings, soft caps",
+    "deepseek_v3": "latent attention",
+}
+"""`model_type` -> features that our decoder lacks and that have no key in `config.json`."""
+
+_MLP_ONLY_LAYERS = frozenset({"qwen3_moe", "qwen2_moe"})
+"""Architectures that list leading dense layers in `mlp_only_layers`."""
+
+_MLP_LAYER_TYPES = frozenset({"hy_v3"})
+"""Architectures that list the kind of each layer in `mlp_layer_types`."""
+
+ROUTER_BIAS = frozenset({"glm4_moe", "hy_v3", "ernie4_5_moe"})
+"""Architectures that always have a router bias; if our model has none, the bias is zeros."""
+
+SHARED_EXPERT = frozenset({"glm4_moe", "qwen2_moe"})
+"""Architectures that always have a shared expert; if our model has none, the expert is zeros."""
+
+
+CARRIED = frozenset(
+    {
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "initializer_range"),
+        *("tie_word_embeddings", "attention_dropout", "rope_theta", "rope_type", "rope_factor"),
+        *("original_max_position_embeddings", "qk_norm", "hidden_act", "num_experts", "num_experts_per_tok"),
+        *("moe_intermediate_size", "norm_topk_prob", "n_shared_experts", "scoring_func"),
+        *("routed_scaling_factor", "first_k_dense_replace", "decoder_sparse_step", "router_aux_loss_coef"),
+        *("router_bias_update_rate", "router_z_loss_coef", "router_aux_loss_scope"),
+        *("hidden_dropout", "zero_init_residual", "init_from"),  # affect only training
+    }
+)
+"""Fields of the model that these architectures can express, or that affect only training."""
+
+GGUF_CARRIED = CARRIED - {"hidden_act"}
+"""Fields that GGUF can express: llama.cpp computes SiLU in every architecture that we write."""
+
+
+def check_carried(model: ModelConfig, target: str, carried: frozenset[str] = CARRIED) -> None:
+    """Stop if a field that the target cannot express has another value than its neutral value.
+
+    Args:
+        model: The model.
+        target: Name of the target, for the error.
+        carried: Fields that the target can express.
+
+    Raises:
+        ConfigError: names the fields.
+    """
+    found = {name: value for name, value in vars(model).items() if name not in carried}
+    neutral = neutral_values(type(model))
+    if problems := [
+        f"model.{name}: {target} cannot express it; expected {neutral[name]}, found {value}"
+        for name, value in found.items()
+        if value != neutral[name]
+    ]:
+        raise ConfigError(*problems)
+
+
+def scales_down_proj(model: ModelConfig) -> bool:
+    """Whether the experts' down projections on disk include `routed_scaling_factor`.
+
+    They include it because no architecture with softmax scores has a key for this factor.
+    """
+    return model.scoring_func == "softmax" and model.routed_scaling_factor != 1 and bool(model.moe_layers)
+
+
+def match_hf_architecture(model: ModelConfig) -> str:
+    """The `model_type` of the architecture that computes what `model` computes.
+
+    Raises:
+        ConfigError: no architecture computes it; the error names the fields.
+    """
+    check_carried(model, "no architecture of transformers here")
+    if not model.moe_layers:
+        if model.qk_norm:
+            return "qwen3"
+        # transformers' Llama requires a hidden size that is a multiple of the heads, even with a head_dim
+        return "llama" if model.hidden_size % model.num_attention_heads == 0 else "mistral"
+    if model.scoring_func == "sigmoid":
+        return _match_sigmoid_architecture(model)
+    if model.qk_norm:
+        problems = [
+            f"model.{name}: no architecture of transformers has it with model.scoring_func softmax and "
+            f"model.qk_norm; expected 0, found {getattr(model, name)}; "
+            "model.scoring_func sigmoid or model.qk_norm false would export"
+            for name in ("n_shared_experts", "router_bias_update_rate")
+            if getattr(model, name) > 0
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        return "qwen3_moe"
+    if not model.norm_topk_prob:
+        if model.router_bias_update_rate > 0:
+            raise ConfigError(
+                "model.router_bias_update_rate: no architecture of transformers has it with "
+                "model.scoring_func softmax and model.norm_topk_prob false; expected 0, found "
+                f"{model.router_bias_update_rate}; model.norm_topk_prob true would export"
+            )
+        return "qwen2_moe"
+    plain = not model.n_shared_experts and not model.router_bias_update_rate
+    return "mixtral" if plain and len(model.moe_layers) == model.num_hidden_layers else "ernie4_5_moe"
+
+
+def _match_sigmoid_architecture(model: ModelConfig) -> str:
+    if model.num_experts == 1:
+        raise ConfigError(
+            "model.num_experts: no architecture of transformers with model.scoring_func sigmoid routes to a "
+            "single expert; expected 2 or more, found 1"
+        )
+    leading = model.num_hidden_layers - len(model.moe_layers)
+    if model.moe_layers[0] == leading:
+        return "glm4_moe"
+    if not (model.qk_norm and model.norm_topk_prob and model.n_shared_experts):
+        raise ConfigError(
+            "model.decoder_sparse_step: no architecture of transformers with model.scoring_func sigmoid has "
+            f"dense layers between expert layers; expected 1, found {model.decoder_sparse_step}; "
+            "model.qk_norm true, model.norm_topk_prob true and model.n_shared_experts 1 or more would export"
+        )
+    return "hy_v3"
+
 
 NATIVE_MODEL_TYPE = "llm_pretrain"
 """`model_type` of weights that only this package opens."""
@@ -109,9 +352,9 @@ def _expert_keys(model: ModelConfig, model_type: str) -> dict[str, Any]:
         result |= dict.fromkeys(names, getattr(resolved, field))
     if "first_k_dense_replace" in result:  # it also expresses decoder_sparse_step, which has no key
         result["first_k_dense_replace"] = model.num_hidden_layers - len(model.moe_layers)
-    if model_type in MLP_ONLY_LAYERS:
+    if model_type in _MLP_ONLY_LAYERS:
         result["mlp_only_layers"] = list(range(model.first_k_dense_replace))
-    if model_type in MLP_LAYER_TYPES:
+    if model_type in _MLP_LAYER_TYPES:
         layers = range(model.num_hidden_layers)
         result["mlp_layer_types"] = ["sparse" if model.is_moe_layer(layer) else "dense" for layer in layers]
     if model_type == "ernie4_5_moe":  # mlx-lm does not accept -1 for the last layer
@@ -184,24 +427,20 @@ def _read_model(config_json: dict[str, Any]) -> ModelConfig:
     problems = _foreign_features(config_json)
     if architecture is None:
         known = ", ".join((*HF_ARCHITECTURES, NATIVE_MODEL_TYPE))
-        lacking = f", which has {LACKING[model_type]}" if model_type in LACKING else ""
+        lacking = f", which has {_LACKING[model_type]}" if model_type in _LACKING else ""
         problems.insert(0, f"config.json: model_type: expected one of {known}, found {model_type!r}{lacking}")
     if architecture is None or problems:
         raise ConfigError(*problems)
-    needed = ["vocab_size", *_COMMON[:5]]
-    if model_type == "solar_open":
-        needed.remove("intermediate_size")  # solar_open has no dense layer
-    missing = [name for name in needed if config_json.get(name) is None]
+    missing = [name for name in ("vocab_size", *_COMMON[:5]) if config_json.get(name) is None]
     if missing:
         raise ConfigError(f"config.json: expected the keys {', '.join(missing)}, found none of that name")
     fields: dict[str, Any] = {name: config_json[name] for name in _COMMON if name in config_json}
-    fields.setdefault("tie_word_embeddings", model_type in ("ernie4_5_moe", "smollm3"))
+    fields.setdefault("tie_word_embeddings", model_type == "ernie4_5_moe")
     fields.setdefault("rms_norm_eps", architecture.rms_norm_eps)
     fields |= _rope_fields(config_json, architecture)
     fields |= {
         "vocab_size": config_json["vocab_size"],
         "head_dim": config_json.get("head_dim") or architecture.head_dim,
-        "hidden_dropout": config_json.get("resid_pdrop") or 0.0,  # key of Phi-3
         **architecture.fixed,
     }
     if architecture.keys:
@@ -220,12 +459,12 @@ def _expert_fields(
         fields[field] = found[0] if found else default
     if model_type in ROUTER_BIAS:
         fields["router_bias_update_rate"] = _FOREIGN_BIAS_UPDATE_RATE
-    if model_type in MLP_ONLY_LAYERS:
+    if model_type in _MLP_ONLY_LAYERS:
         dense = sorted(config_json.get("mlp_only_layers") or [])
         if dense != list(range(len(dense))):
             raise ConfigError(f"config.json: mlp_only_layers: expected leading layers only, found {dense}")
         fields["first_k_dense_replace"] = len(dense)
-    if model_type in MLP_LAYER_TYPES:
+    if model_type in _MLP_LAYER_TYPES:
         fields |= _layer_fields(config_json)
     if model_type == "qwen2_moe":
         shared = config_json.get("shared_expert_intermediate_size", 5632)
@@ -263,27 +502,17 @@ def _foreign_features(config_json: dict[str, Any]) -> list[str]:
     """One line per key, of any architecture, whose value our decoder does not support."""
     model_type, layers = config_json.get("model_type"), config_json.get("num_hidden_layers") or 0
     window = config_json.get("sliding_window", 4096 if model_type == "mistral" else None)
-    has_window = model_type in ("mixtral", "mistral", "phi3") or model_type not in HF_ARCHITECTURES
+    has_window = model_type in ("mixtral", "mistral") or model_type not in HF_ARCHITECTURES
     windows = config_json.get("use_sliding_window", has_window)
-    if model_type == "dots1":
-        windows = layers > config_json.get("max_window_layers", 62)
     kinds = set(config_json.get("layer_types") or ()) - {"full_attention"}
     groups = config_json.get("n_group") or 1
     last = config_json.get("moe_layer_end_index", -1)
-    not_rotated = (config_json.get("no_rope_layers") or ()).count(0)
-    if model_type == "smollm3" and config_json.get("no_rope_layers") is None:
-        not_rotated = layers // (config_json.get("no_rope_layer_interval") or 4)
     found = {
         "attention_bias": (config_json.get("attention_bias", False), False),
         "mlp_bias": (config_json.get("mlp_bias", False), False),
         "use_bias": (bool(config_json.get("use_bias", False)), False),
         "sliding_window": (window if windows else None, None),
         "layer_types": (", ".join(sorted(kinds)) or "full_attention", "full_attention"),
-        "no_rope_layers": (f"{not_rotated} without rotation", "0 without rotation"),
-        "kv_lora_rank (latent attention)": (config_json.get("kv_lora_rank"), None),
-        "attn_logit_softcapping": (config_json.get("attn_logit_softcapping"), None),
-        "final_logit_softcapping": (config_json.get("final_logit_softcapping"), None),
-        "clip_qkv": (config_json.get("clip_qkv"), None),
         "topk_group": (config_json.get("topk_group") or 1 if groups > 1 else groups, groups),
         "moe_layer_end_index": (layers - 1 if last == -1 else last, layers - 1),
     }
@@ -327,9 +556,8 @@ def _rope_fields(config_json: dict[str, Any], architecture: HFArchitecture) -> d
         config_json.get("partial_rotary_factor", architecture.partial_rotary_factor),
     )
     problems = []
-    types = ("default",) if config_json["model_type"] == "phi3" else _ROPE_TYPES  # Phi-3's `yarn` is LongRoPE
-    if kind not in types:
-        problems.append(f"config.json: rope_type: expected one of {', '.join(types)}, found {kind!r}")
+    if kind not in _ROPE_TYPES:
+        problems.append(f"config.json: rope_type: expected one of {', '.join(_ROPE_TYPES)}, found {kind!r}")
     if partial != 1:
         problems.append(f"config.json: partial_rotary_factor: expected 1, found {partial}")
     if problems:
@@ -348,7 +576,7 @@ def _rope_scaling_fields(rope: dict[str, Any], kind: str, config_json: dict[str,
     longest = config_json.get("max_position_embeddings")
     if longest is None:
         raise ConfigError("config.json: expected the key max_position_embeddings, found none of that name")
-    # as in transformers, a value at the top of the file takes precedence (Phi-3 has it there)
+    # as in transformers, a value at the top of the file takes precedence
     original = config_json.get("original_max_position_embeddings") or rope.get(
         "original_max_position_embeddings", longest
     )

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from llm_pretrain.config.model_config import YARN_BETAS, ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.export.config_json import model_config_from_huggingface
+from llm_pretrain.export.config_json import GGUF_CARRIED, check_carried, model_config_from_huggingface
 from llm_pretrain.export.gguf_tokenizer import Vocabulary, read_vocabulary
-from llm_pretrain.export.hf_architectures import GGUF_CARRIED, check_carried
 from llm_pretrain.export.huggingface import (
     TensorFiles,
+    added_tensors,
     described_tensors,
     interleave_heads,
     part_of,
@@ -39,34 +39,6 @@ _FILE_TYPES = {"fp32": "ALL_F32", "fp16": "MOSTLY_F16", "bf16": "MOSTLY_BF16"}
 _ALL = slice(None)
 _SOFTMAX, _SIGMOID = 1, 2
 """llama.cpp's values of `expert_gating_func`."""
-
-_NAMES = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-    "mlp.gate.weight": "ffn_gate_inp.weight",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mlp.experts.gate_proj.weight": "ffn_gate_exps.weight",
-    "mlp.experts.up_proj.weight": "ffn_up_exps.weight",
-    "mlp.experts.down_proj.weight": "ffn_down_exps.weight",
-    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
-    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
-    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
-}
-"""Our name of a tensor inside a layer -> llama.cpp's name."""
-_OUTER_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
 
 
 class _Entry(NamedTuple):
@@ -135,10 +107,16 @@ def _entries(
     described: dict[str, tuple[int, ...]], model: ModelConfig, architecture: str, dtype: torch.dtype
 ) -> list[_Entry]:
     """All tensors of the file, layer by layer, from the decoder's shapes."""
+    import gguf
+
     entries: list[_Entry] = []
+    key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(key, model.num_hidden_layers)
 
     def add(name: str, shape: tuple[int, ...], source: str | None, rows: slice = _ALL) -> None:
-        target = _gguf_name(name, architecture)
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")  # as llama.cpp's converter
+        target = names.get_name(name, (".weight", ".bias"))
+        assert target is not None
         is_fp32 = len(shape) == 1 or "ffn_gate_inp" in target
         entries.append(_Entry(target, shape, torch.float32 if is_fp32 else dtype, source, rows))
 
@@ -154,8 +132,9 @@ def _entries(
         else:
             add(name, shape, name)
     if architecture == "glm4moe":
-        for name, shape in _missing_in_glm4moe(model, described):
-            add(name, shape, None)
+        for layer in model.moe_layers:  # the architecture requires them, as that of transformers does
+            for name, shape in added_tensors(f"model.layers.{layer}", model, "glm4_moe"):
+                add(name, shape, None)
     return entries
 
 
@@ -178,7 +157,7 @@ def _tensors(
         if entry.rows != _ALL:
             tensor = tensor[:, entry.rows]
         tensor = rounded(entry.source, tensor, entry.dtype).to(entry.dtype)
-        if _has_interleaved_rotary(architecture) and re.search(r"attn_[qk]\.weight", entry.name):
+        if architecture == "llama" and re.search(r"attn_[qk]\.weight", entry.name):
             tensor = interleave_heads(tensor, model.attention_head_dim)
         yield tensor
 
@@ -274,29 +253,6 @@ def _architecture(model: ModelConfig) -> str:
     return "qwen3moe" if model.qk_norm else "llama"
 
 
-def _missing_in_glm4moe(
-    model: ModelConfig, present: Collection[str]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Our names and shapes of tensors that `glm4moe` requires but the model lacks; they are written as zeros.
-
-    The tensors are the router bias and a shared expert.
-    """
-    hidden, size = model.hidden_size, model.expert_intermediate_size
-    for layer in model.moe_layers:
-        mlp = f"model.layers.{layer}.mlp."
-        if mlp + "gate.e_score_correction_bias" not in present:
-            yield mlp + "gate.e_score_correction_bias", (model.num_experts,)
-        if not model.n_shared_experts:
-            yield mlp + "shared_experts.gate_proj.weight", (size, hidden)
-            yield mlp + "shared_experts.up_proj.weight", (size, hidden)
-            yield mlp + "shared_experts.down_proj.weight", (hidden, size)
-
-
-def _has_interleaved_rotary(architecture: str) -> bool:
-    """Whether a rotary pair is two neighbouring dimensions (Llama's order), not half a head apart."""
-    return architecture == "llama"
-
-
 def _metadata(model: ModelConfig, architecture: str) -> dict[str, int | float | str | bool]:
     """llama.cpp's hyperparameters; keys lack the architecture's prefix."""
     head_dim = model.attention_head_dim
@@ -337,13 +293,3 @@ def _metadata(model: ModelConfig, architecture: str) -> dict[str, int | float | 
             "leading_dense_block_count": model.moe_layers[0],
         }
     return metadata
-
-
-def _gguf_name(name: str, architecture: str) -> str:
-    """llama.cpp's name of a tensor, from our name; experts are stacked."""
-    if name in _OUTER_NAMES:
-        return _OUTER_NAMES[name]
-    _, _, layer, inner = name.split(".", 3)  # model.layers.LAYER.INNER
-    if inner == "post_attention_layernorm.weight" and architecture == "glm4moe":
-        return f"blk.{layer}.post_attention_norm.weight"
-    return f"blk.{layer}.{_NAMES[inner]}"

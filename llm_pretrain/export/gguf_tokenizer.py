@@ -1,25 +1,23 @@
 """Converts a tokenizer to GGUF metadata if llama.cpp then computes the same token ids; refuses others.
 
-The supported tokenizers are SentencePiece BPE with byte fallback, single characters with byte fallback, and
-byte-level BPE with a split pattern that llama.cpp knows by name.
+The supported tokenizers are SentencePiece BPE with byte fallback, and byte-level BPE with a split pattern
+that llama.cpp knows by name.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llm_pretrain.errors import DataError
 from llm_pretrain.export.huggingface import chat_template, end_of_turn_id
-from llm_pretrain.files import read_data, read_object
+from llm_pretrain.files import read_data, read_object, read_special_tokens
 from llm_pretrain.text import reason_of
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's token types."""
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _AFTER_NUMBERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = {
@@ -80,21 +78,17 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     space_prefix = False
     is_bpe = model.get("type") == "BPE"
     is_byte_level = is_bpe and any(part["type"] == "ByteLevel" for part in pre_tokenizers)
-    if not is_byte_level and not (is_bpe and model.get("byte_fallback")):
+    if not is_byte_level and not (is_bpe and model.get("byte_fallback") and model["merges"]):
+        without = "" if model.get("merges", True) else " without merges"
         raise DataError(
-            f"{path}: expected byte-level BPE or SentencePiece BPE, found {model.get('type')!r}, which "
-            "llama.cpp would cut into other tokens; export to huggingface"
+            f"{path}: expected byte-level BPE or SentencePiece BPE, found {model.get('type')!r}{without}, "
+            "which llama.cpp would cut into other tokens; export to huggingface"
         )
     tokens, types = _tokens(spec, vocab_size, path)
     if is_byte_level:
         kind, pre = "gpt2", _pattern_name(pre_tokenizers, model, path)
         notes += _check_normalizer(spec.get("normalizer"), path)
         merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    elif spec.get("normalizer") is None and not model["merges"]:
-        kind, pre = "llama", "default"
-        tokens, types = _single_characters(tokens, types, model.get("unk_token"), path)
-        scores = [0.0] * len(tokens)
-        notes.append("llama.cpp reads the character ▁ (U+2581) in a text as a space")
     else:
         kind, pre = "llama", "default"
         space_prefix = _space_prefix(spec.get("normalizer"), path)
@@ -217,26 +211,6 @@ def _sentencepiece(folder: Path, tokens: list[str], types: list[int]) -> tuple[l
     return scores, kinds
 
 
-def _single_characters(
-    tokens: list[str], types: list[int], unknown: str | None, path: Path
-) -> tuple[list[str], list[int]]:
-    """Tokens and types of a tokenizer of single characters, written as SentencePiece BPE without merges.
-
-    llama.cpp first replaces a text's spaces by ▁, so the token for a space is named ▁.
-    """
-    normal = [token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL]
-    longer = [token for token in normal if len(token) > 1 and not _BYTE_TOKEN.fullmatch(token)]
-    if "▁" in normal or longer not in ([], [unknown]):
-        found = "▁" if "▁" in normal else repr(longer[0])
-        raise DataError(
-            f"{path}: expected single characters other than ▁, found {found}, which llama.cpp would read "
-            "otherwise; export to huggingface"
-        )
-    kinds = {unknown: _UNKNOWN} | {token: _BYTE for token in normal if _BYTE_TOKEN.fullmatch(token)}
-    named = ["▁" if token == " " else token for token in tokens]
-    return named, [kinds.get(token, kind) for token, kind in zip(tokens, types, strict=True)]
-
-
 def _first_token(path: Path) -> int | None:
     """Id of the special token that the tokenizer adds before a text; None if it adds none."""
     import tokenizers
@@ -255,20 +229,11 @@ def _first_token(path: Path) -> int | None:
 
 
 def _special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
-    """Ids of the tokens bos, eos, unknown and padding, and of the end of a turn.
-
-    tokenizer_config.json has the names of the tokens, or else special_tokens_map.json.
-    """
-    files = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
-    named = [read_object(file).items() for file in files if file.exists()]
-    config = {key: value for items in named for key, value in items if value is not None}
+    """Ids of the tokens bos, eos, unknown and padding, and of the end of a turn."""
     index = {token: i for i, token in enumerate(tokens)}
-    special: dict[str, int] = {}
-    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        value = config.get(f"{ours}_token")
-        token = value.get("content") if isinstance(value, dict) else value
-        if isinstance(token, str) and token in index:
-            special[f"{theirs}_token_id"] = index[token]
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    named = read_special_tokens(folder).items()
+    special = {f"{names[key]}_token_id": index[token] for key, token in named if token in index}
     if (end_of_turn := end_of_turn_id(folder)) is not None:
         special["eot_token_id"] = end_of_turn
     return special

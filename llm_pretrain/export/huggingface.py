@@ -19,14 +19,14 @@ from torch import Tensor
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError, DivergedError
-from llm_pretrain.export.config_json import model_config_from_huggingface
-from llm_pretrain.export.hf_architectures import (
+from llm_pretrain.export.config_json import (
     ROUTER_BIAS,
     SHARED_EXPERT,
     match_hf_architecture,
+    model_config_from_huggingface,
     scales_down_proj,
 )
-from llm_pretrain.files import open_safetensors, read_data, read_json, read_object
+from llm_pretrain.files import open_safetensors, read_chat_template, read_json, read_object
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.text import reason_of
 
@@ -41,7 +41,7 @@ class TensorFiles(ExitStack):
     the names grouped by `part_of`.
 
     Raises:
-        CheckpointError: a file is missing or broken, or the folder has a single file and an index of shards.
+        CheckpointError: a file is missing or broken.
     """
 
     def __init__(self, folder: Path):
@@ -49,7 +49,7 @@ class TensorFiles(ExitStack):
         self.folder = folder
         index = folder / INDEX_FILE
         files = ["model.safetensors"]
-        if index.exists():
+        if index.exists() and not (folder / files[0]).exists():  # transformers prefers the single file, too
             try:
                 weight_map = read_json(index)["weight_map"]
                 files = sorted({str(file) for file in weight_map.values()})
@@ -57,18 +57,9 @@ class TensorFiles(ExitStack):
                 raise CheckpointError(f"{index}: expected an index of shards, found: {error}") from error
         if outside := [file for file in files if Path(file).name != file]:
             raise CheckpointError(f"{index}: expected names of files beside it, found {outside[0]!r:.80}")
-        if files != ["model.safetensors"] and (folder / "model.safetensors").exists():
-            raise CheckpointError(
-                f"{index}: expected no model.safetensors beside the shards that it lists, found one, which "
-                "transformers would load alone; remove that file or the index"
-            )
         self._file_of: dict[str, Any] = {}
         for file in files:
             opened = self.enter_context(open_safetensors(folder / file))
-            if twice := self._file_of.keys() & opened.keys():
-                raise CheckpointError(
-                    f"{folder / file}: expected each tensor in one shard, found {min(twice)} again"
-                )
             self._file_of |= dict.fromkeys(opened.keys(), opened)
         self.names = list(self._file_of)
         self.parts: dict[str, list[str]] = {}
@@ -452,15 +443,18 @@ def _rearranged(
         else:
             yield tensor
             if name.endswith(".mlp.gate.weight") and model_type:
-                for added, shape in _added(name.removesuffix(".mlp.gate.weight"), model, model_type):
+                for added, shape in added_tensors(name.removesuffix(".mlp.gate.weight"), model, model_type):
                     yield DiskTensor(added, shape, tensor.source, factor=0.0)
             if model_type == "qwen2_moe" and re.search(r"\.self_attn\.[qkv]_proj\.weight$", name):
                 bias = name.removesuffix("weight") + "bias"
                 yield DiskTensor(bias, tensor.shape[:1], tensor.source, factor=0.0)
 
 
-def _added(layer: str, model: ModelConfig, model_type: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of tensors in a MoE layer that the architecture has and our decoder lacks."""
+def added_tensors(layer: str, model: ModelConfig, model_type: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors in a MoE layer that the architecture has and our decoder lacks.
+
+    They are written as zeros. `layer` is the prefix of the names, such as `model.layers.3`.
+    """
     hidden, size = model.hidden_size, model.expert_intermediate_size
     if model_type in ROUTER_BIAS and model.router_bias_update_rate == 0:
         yield f"{layer}{_BIAS}", (1,) * (model_type == "ernie4_5_moe") + (model.num_experts,)
@@ -502,7 +496,7 @@ def from_huggingface(
     is_scaled = scales_down_proj(model) and model_type_of(model) is not None
     is_gated = any(name.endswith(_SHARED_GATE) for name in names)
     result: dict[str, Tensor] = {}
-    for disk_name, tensor in _unfused(state, model):
+    for disk_name, tensor in state.items():
         if _layer(disk_name) >= model.num_hidden_layers or disk_name.endswith("rotary_emb.inv_freq"):
             continue  # a layer of multi-token prediction, or a table in old files
         name = _renamed(disk_name, _COMMON_NAMES)
@@ -536,23 +530,6 @@ def _refuse_other_head(head: Tensor | None, embedding: Tensor) -> None:
             "lm_head.weight: expected the values of model.embed_tokens.weight, since config.json says "
             "tie_word_embeddings, found others; set it to false in config.json, or leave the head out"
         )
-
-
-def _unfused(state: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """`state`, with Phi-3's fused projections split into separate tensors."""
-    heads = (model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads)
-    rows_of = {
-        "qkv_proj": {f"{x}_proj": n * model.attention_head_dim for x, n in zip("qkv", heads, strict=True)},
-        "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size),
-    }
-    for name, tensor in state.items():
-        match = re.fullmatch(r"(.*\.)(qkv_proj|gate_up_proj)\.weight", name)
-        rows = rows_of[match[2]] if match else {}
-        if match is None or sum(rows.values()) != len(tensor):
-            yield name, tensor
-            continue
-        for part, piece in zip(rows, tensor.split(list(rows.values())), strict=True):
-            yield f"{match[1]}{part}.weight", piece
 
 
 def _must_be_zero(name: str, model: ModelConfig) -> bool:
@@ -630,16 +607,8 @@ def chat_template(folder: Path) -> str | None:
 
     Both tags trim the same white space.
     """
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        template = read_data(file).decode("utf-8", errors="replace")
-    else:
-        config = folder / "tokenizer_config.json"
-        template = read_object(config).get("chat_template") if config.exists() else None
-    if isinstance(template, list):
-        named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    if not isinstance(template, str):
+    template = read_chat_template(folder)
+    if template is None:
         return None
     template = template.encode("utf-8", errors="replace").decode()  # JSON may hold half a surrogate pair
     template = re.sub(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", template)

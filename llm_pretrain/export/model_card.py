@@ -10,7 +10,7 @@ from typing import Any
 
 from llm_pretrain.config.loading import dump_yaml
 from llm_pretrain.config.tree import Config, OptimizerConfig
-from llm_pretrain.export.hf_architectures import HF_ARCHITECTURES
+from llm_pretrain.export.config_json import HF_ARCHITECTURES
 from llm_pretrain.export.huggingface import model_type_of
 from llm_pretrain.model.sizes import count_parameters
 from llm_pretrain.text import markdown_table

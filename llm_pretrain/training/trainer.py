@@ -23,7 +23,7 @@ from llm_pretrain.data.loader import evaluation_batches, global_batches, open_st
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import any_rank, run_on_all_ranks, run_on_rank0
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, printable
-from llm_pretrain.export.hf_architectures import match_hf_architecture
+from llm_pretrain.export.config_json import match_hf_architecture
 from llm_pretrain.launch.out_of_memory import check_memory, explain_out_of_memory
 from llm_pretrain.launch.process import SignalHandler
 from llm_pretrain.launch.watchdog import heartbeat, peer_failure, report_hangs_to

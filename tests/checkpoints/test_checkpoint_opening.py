@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.launching import checkpoint_tensors, train_tiny
 
-from llm_pretrain.checkpoints import opening
 from llm_pretrain.checkpoints.opening import open_model
 from llm_pretrain.errors import CheckpointError
 
@@ -80,27 +79,6 @@ def test_the_tokenizer_is_found_where_the_store_is_gone(folder: Path, tmp_path: 
     for file in (folder / "weights").glob("*/tokenizer.json"):
         file.write_text(file.read_text() + " ")  # not the tokenizer that the run was trained with
     assert open_model(folder).tokenizer_folder is None
-
-
-def test_a_run_that_deletes_what_is_being_read_gives_its_next(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    old = folder / "checkpoints" / "step-00000003"
-    reads = []
-    read = opening.read_tensors
-
-    def meanwhile(tensors, path, files):
-        reads.append(path.name)
-        if path == old:
-            os.rename(path, path.with_name("step-00000004"))
-        read(tensors, path, files)
-
-    monkeypatch.setattr(opening, "read_tensors", meanwhile)
-    assert open_model(folder).path.name == "step-00000004"
-    assert reads == ["step-00000003", "step-00000004"]
-    os.rename(folder / "checkpoints" / "step-00000004", old)
-    with pytest.raises(
-        CheckpointError, match=r"step-00000003: was deleted while it was read.*name the run's folder"
-    ):
-        open_model(old)
 
 
 def flip_a_bit(file: Path) -> None:

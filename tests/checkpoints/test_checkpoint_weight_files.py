@@ -19,11 +19,10 @@ from support.corpora import make_tokenizer
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llm_pretrain.checkpoints import weight_files
+from llm_pretrain.checkpoints import weights
 from llm_pretrain.checkpoints.state import Piece
 from llm_pretrain.checkpoints.tensor_files import read_tensors, write_pieces, write_safetensors
-from llm_pretrain.checkpoints.weight_files import WeightFiles
-from llm_pretrain.checkpoints.weights import HeldWeights, model_weights, save_weights
+from llm_pretrain.checkpoints.weights import HeldWeights, WeightFiles, model_weights, save_weights
 from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config, TrainingConfig
@@ -33,7 +32,7 @@ from llm_pretrain.distributed.fsdp import clear_mesh_caches
 from llm_pretrain.distributed.mesh import Place, build_meshes
 from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.errors import CheckpointError, DivergedError
-from llm_pretrain.export.hf_architectures import match_hf_architecture
+from llm_pretrain.export.config_json import match_hf_architecture
 from llm_pretrain.export.huggingface import to_huggingface
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.model_setup import initialize_weights
@@ -170,7 +169,7 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
 def test_every_mesh_writes_the_bytes_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mesh: str
 ):
-    monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 6000)
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 6000)
     monkeypatch.setattr(fsdp, "set_timeout", lambda *_: None)  # warns of a group that is a fake
     config, (world_size, sizes) = MODELS[name], MESHES[mesh]
     for folder in ("one", "several"):
@@ -293,14 +292,14 @@ def test_writing_takes_little_memory(tmp_path: Path):
     files.write(tmp_path, [Piece(name, whole[:1, :4], (0, 0, 0))])  # what is loaded once
     process = psutil.Process()
     peak = [0]
-    write, before = weight_files.os.pwrite, process.memory_info().rss
+    write, before = weights.os.pwrite, process.memory_info().rss
 
     def observed(*arguments: Any) -> int:
         peak[0] = max(peak[0], process.memory_info().rss - before)
         return write(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_files.os, "pwrite", observed)
+        patch.setattr(weights.os, "pwrite", observed)
         files.write(tmp_path, [Piece(name, whole, (0, 0, 0))])
     assert 0 < peak[0] + 1 < 32 << 20
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from support.checkpoint_helpers import Run
 from support.corpora import make_tokenizer
 
-from llm_pretrain.checkpoints import weight_files, weights
+from llm_pretrain.checkpoints import weights
 from llm_pretrain.checkpoints.weights import best_step, convert_weights, save_weights
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError
@@ -161,7 +161,7 @@ def test_weights_are_not_a_resume_source(tmp_path, tokenizer_folder):
 
 
 def test_shards_hold_every_tensor_once_within_their_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 4000)
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 4000)
     path = write(tmp_path / "weights", make_tokenizer(tmp_path / "tokenizer"), config=DENSE)
     index = json.loads((path / "model.safetensors.index.json").read_text())
     files = sorted(file.name for file in path.glob("*.safetensors"))
@@ -185,7 +185,7 @@ def test_shards_hold_every_tensor_once_within_their_size(tmp_path, monkeypatch):
 def test_transformers_opens_shards(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 4000)
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 4000)
     path = write(tmp_path / "weights", make_tokenizer(tmp_path / "tokenizer"), config=DENSE)
     tokens = torch.arange(20)[None]
     with torch.no_grad():

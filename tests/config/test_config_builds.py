@@ -25,7 +25,7 @@ from llm_pretrain.config.schema import field_types
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import evaluation_batches, global_batches
 from llm_pretrain.errors import ConfigError, DataError
-from llm_pretrain.export.hf_architectures import match_hf_architecture
+from llm_pretrain.export.config_json import match_hf_architecture
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.sizes import count_parameters
 from llm_pretrain.optim.build import build_optimizer

@@ -34,7 +34,6 @@ from llm_pretrain.data.loader import (
     global_batches,
     sequences_per_epoch,
     shard,
-    tokens_per_epoch,
 )
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError, ResourceError
@@ -72,7 +71,7 @@ def test_an_epoch_trains_on_every_target_once(masked_store: TokenStore, packing:
         mask = batch.loss_mask
         found.update(zip(batch.input_ids[mask].tolist(), batch.labels[mask].tolist(), strict=True))
     assert found == expected
-    assert found.total() == tokens_per_epoch(make_config(masked_store))
+    assert found.total() == masked_store.facts["splits"]["train"]["targets"]
 
 
 def test_there_is_always_an_offset_at_the_end():

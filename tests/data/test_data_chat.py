@@ -360,7 +360,7 @@ def test_a_tokenizer_without_a_template_is_named(tmp_path: Path):
     corpus = write_jsonl(tmp_path / "c.jsonl", [{"messages": MESSAGES}])
     for on_error in ("fail", "skip"):  # to skip every record would only say later what is wrong
         preparation = Preparation([str(corpus)], tokenizer.folder, tmp_path / "store", on_error=on_error)
-        with pytest.raises(DataError, match=r"c\.jsonl:1: .*expected a tokenizer with a chat template"):
+        with pytest.raises(DataError, match="expected a tokenizer with a chat template"):
             prepare_store(preparation)
 
 

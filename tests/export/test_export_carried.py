@@ -7,8 +7,7 @@ import pytest
 from llm_pretrain.checkpoints.manifest import fingerprint_differences, model_fingerprint
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.export.config_json import huggingface_config
-from llm_pretrain.export.hf_architectures import CARRIED, check_carried
+from llm_pretrain.export.config_json import CARRIED, check_carried, huggingface_config
 
 IDS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
 

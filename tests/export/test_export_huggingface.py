@@ -17,8 +17,13 @@ from support.launching import ROOT
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.data.tokenizer_training import CHAT_TEMPLATE
 from llm_pretrain.errors import CheckpointError, ConfigError, DivergedError
-from llm_pretrain.export.config_json import huggingface_config, model_config_from_huggingface, native_config
-from llm_pretrain.export.hf_architectures import HF_ARCHITECTURES, match_hf_architecture
+from llm_pretrain.export.config_json import (
+    HF_ARCHITECTURES,
+    huggingface_config,
+    match_hf_architecture,
+    model_config_from_huggingface,
+    native_config,
+)
 from llm_pretrain.export.huggingface import from_huggingface, load_pretrained, to_huggingface
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.model_setup import initialize_weights
@@ -92,7 +97,6 @@ SHAPES["glm4_moe-linear"] = dataclasses.replace(FINE, **LINEAR)
 OWN_NAMES = ("qwen3", "llama", "qwen3_moe", "mixtral", "glm4_moe")  # modules are called as ours are
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 TOKENS = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(3))
-READ_ONLY = {"dots1", "solar_open", "phi3", "smollm3"}
 HEAD_DIM = "transformers' own layers, vLLM and mlx-lm read it; their default is hidden_size / heads"
 UNDECLARED_KEYS = {
     "llm_pretrain": "settings of ours that the architecture has no key for",
@@ -242,14 +246,10 @@ def test_a_config_has_only_keys_that_its_class_knows(model_type):
     known = {"model_type", *(field.name for field in dataclasses.fields(kind))}
     known |= {*kind.attribute_map, *kind.attribute_map.values()}
     configs = [config for config in SHAPES.values() if match_hf_architecture(config) == model_type]
-    assert bool(configs) != (model_type in READ_ONLY)
+    assert configs
     written = {key for config in configs for key in huggingface_config(config, dtype="bf16", **IDS)}
-    if model_type in READ_ONLY:
-        names = HF_ARCHITECTURES[model_type].keys.values()
-        assert {name for group, _ in names for name in group} <= known
-    else:
-        own = {key for key in UNDECLARED_KEYS if key.startswith(f"{model_type}.")}
-        assert {f"{model_type}.{key}" for key in written - known - UNDECLARED_KEYS.keys()} == own
+    own = {key for key in UNDECLARED_KEYS if key.startswith(f"{model_type}.")}
+    assert {f"{model_type}.{key}" for key in written - known - UNDECLARED_KEYS.keys()} == own
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "glm4_moe", "hy_v3", "ernie4_5_moe", "qwen2_moe"])
@@ -270,7 +270,7 @@ def test_a_coefficient_at_the_top_of_an_older_export_is_read():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of packages that are not ours
-@pytest.mark.parametrize("model_type", sorted(HF_ARCHITECTURES.keys() - READ_ONLY))
+@pytest.mark.parametrize("model_type", sorted(HF_ARCHITECTURES))
 @pytest.mark.parametrize("package", ["trl", "peft"])
 def test_one_step_of_fine_tuning(package, model_type, tmp_path, capsys, monkeypatch):
     pytest.importorskip(package, reason=f"needs the package {package}")
@@ -439,7 +439,8 @@ def cut(folder: Path) -> None:
 
 
 def index(text: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / INDEX).write_text(text)
+    """No single file, which would count in place of the index."""
+    return lambda folder: (folder / "model.safetensors").rename(folder / INDEX).write_text(text)
 
 
 def index_instead(*names: str) -> Callable[[Path], None]:
@@ -469,28 +470,24 @@ BROKEN = {
         for text in ("[]", "3", "[" * 100_000)
     },
     **{
-        f"index {text}": (index(text), r"expected (an?|no) ")
+        f"index {text}": (index(text), r"expected an? ")
         for text in ("{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "{}")
     },
-    # transformers loads the single file, and ignores the index
-    "index of other files": (
-        index('{"weight_map": {"a": "part.safetensors"}}'),
-        r"index\.json: expected no model\.safe",
-    ),
-    "index of the file and others": (
-        index('{"weight_map": {"a": "part.safetensors", "b": "model.safetensors"}}'),
-        r"index\.json: expected no model\.safe",
-    ),
     "file outside": (index_instead("../model.safetensors"), "expected names of files beside it, found"),
     "absolute path": (index_instead("PARENT/model.safetensors"), "expected names of files beside it, found"),
     "NUL": (index_instead("a\0b"), "expected a safetensors file, found"),
     "surrogate": (index_instead("\ud800"), "expected a safetensors file, found"),
-    "tensor in two shards": (
-        index_instead("model-1.safetensors", "model-2.safetensors"),
-        r"model-2\.safetensors: expected each tensor in one shard, found",
-    ),
 }
 """name: how a folder of weights is damaged, and what is said of it."""
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "part-0.safetensors"])
+def test_a_single_file_is_read_whatever_an_index_says(file, tmp_path):
+    """As transformers does."""
+    write(tmp_path, make(BASE))
+    names = dict.fromkeys(load_file(tmp_path / "model.safetensors"), file)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+    load_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("damage", BROKEN)

@@ -72,7 +72,7 @@ def pickled_metadata(patch: pytest.MonkeyPatch) -> None:
 DTYPE_IGNORED = substitute(
     "state_differences", lambda compare, *a: [line for line in compare(*a) if "bfloat16" not in line]
 )
-UNHEARD_THREAD = substitute("_write_file", _in_a_thread)
+UNHEARD_THREAD = substitute("write_safetensors", _in_a_thread)
 NO_CHECKSUM = substitute("find_damage", lambda *_, **__: [])
 IN_PLACE = substitute("temporary_folder", lambda _, parent, step, token: parent / f"step-{step:08d}")
 OLD_GOES_FIRST = substitute("clean", _old_first)
