@@ -1,11 +1,12 @@
 """Converts a tokenizer to GGUF metadata if llama.cpp then computes the same token ids; refuses others.
 
-The supported tokenizers are SentencePiece BPE with byte fallback, and byte-level BPE with a split pattern
-that llama.cpp knows by name.
+The supported tokenizers are SentencePiece BPE with byte fallback, single characters with byte fallback, and
+byte-level BPE with a split pattern that llama.cpp knows by name.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from llm_pretrain.text import reason_of
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's token types."""
 
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _AFTER_NUMBERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = {
@@ -78,17 +80,21 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     space_prefix = False
     is_bpe = model.get("type") == "BPE"
     is_byte_level = is_bpe and any(part["type"] == "ByteLevel" for part in pre_tokenizers)
-    if not is_byte_level and not (is_bpe and model.get("byte_fallback") and model["merges"]):
-        without = "" if model.get("merges", True) else " without merges"
+    if not is_byte_level and not (is_bpe and model.get("byte_fallback")):
         raise DataError(
-            f"{path}: expected byte-level BPE or SentencePiece BPE, found {model.get('type')!r}{without}, "
-            "which llama.cpp would cut into other tokens; export to huggingface"
+            f"{path}: expected byte-level BPE or SentencePiece BPE, found {model.get('type')!r}, which "
+            "llama.cpp would cut into other tokens; export to huggingface"
         )
     tokens, types = _tokens(spec, vocab_size, path)
     if is_byte_level:
         kind, pre = "gpt2", _pattern_name(pre_tokenizers, model, path)
         notes += _check_normalizer(spec.get("normalizer"), path)
         merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    elif spec.get("normalizer") is None and not model["merges"]:
+        kind, pre = "llama", "default"
+        tokens, types = _single_characters(tokens, types, model.get("unk_token"), path)
+        scores = [0.0] * len(tokens)
+        notes.append("llama.cpp reads the character ▁ (U+2581) in a text as a space")
     else:
         kind, pre = "llama", "default"
         space_prefix = _space_prefix(spec.get("normalizer"), path)
@@ -209,6 +215,26 @@ def _sentencepiece(folder: Path, tokens: list[str], types: list[int]) -> tuple[l
         elif processor.is_control(index):
             kinds[index] = _CONTROL
     return scores, kinds
+
+
+def _single_characters(
+    tokens: list[str], types: list[int], unknown: str | None, path: Path
+) -> tuple[list[str], list[int]]:
+    """Tokens and types of a tokenizer of single characters, written as SentencePiece BPE without merges.
+
+    llama.cpp first replaces a text's spaces by ▁, so the token for a space is named ▁.
+    """
+    normal = [token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL]
+    longer = [token for token in normal if len(token) > 1 and not _BYTE_TOKEN.fullmatch(token)]
+    if "▁" in normal or longer not in ([], [unknown]):
+        found = "▁" if "▁" in normal else repr(longer[0])
+        raise DataError(
+            f"{path}: expected single characters other than ▁, found {found}, which llama.cpp would read "
+            "otherwise; export to huggingface"
+        )
+    kinds = {unknown: _UNKNOWN} | {token: _BYTE for token in normal if _BYTE_TOKEN.fullmatch(token)}
+    named = ["▁" if token == " " else token for token in tokens]
+    return named, [kinds.get(token, kind) for token, kind in zip(tokens, types, strict=True)]
 
 
 def _first_token(path: Path) -> int | None:
