@@ -156,7 +156,7 @@ def test_a_failed_export_leaves_the_last_one(tmp_path, tokenizer_folder, monkeyp
 
 def test_weights_are_not_a_resume_source(tmp_path, tokenizer_folder):
     path = write(tmp_path / "weights", tokenizer_folder)
-    with pytest.raises(CheckpointError, match="found exported weights"):
+    with pytest.raises(CheckpointError, match="expected a checkpoint"):
         Run(tmp_path / "checkpoints").restore(source=path)
 
 
