@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -358,6 +358,11 @@ class _WandbThread(threading.Thread):
             config=to_dict(self._config),
             settings=wandb.Settings(**{name: value for name, value in wanted.items() if name in known}),
         )
+        with suppress(ImportError, AttributeError):  # of no public module
+            # without them an import in the training's thread would raise if wandb's service is gone
+            from wandb.sdk.lib.import_hooks import unregister_all_post_import_hooks
+
+            unregister_all_post_import_hooks()
         # wandb drops rows whose own step decreases, as it does when a run resumes from a checkpoint
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
