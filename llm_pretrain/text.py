@@ -47,8 +47,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def type_and_reason(error: BaseException) -> str:
-    """The type and the whole text of an error, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    """The type and the whole text of an error, on one line; the type alone of an error without a text."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def first_line(error: BaseException) -> str:

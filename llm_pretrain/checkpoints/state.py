@@ -375,10 +375,10 @@ class HostBuffers:
         """Give every piece a place in a buffer."""
         self._buffers, self._places = [], []
         sizes = [max(64, -(-piece.tensor.nbytes // 64) * 64) for piece in pieces]  # aligned
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        may_pin = psutil.virtual_memory().total // 2 // processes
-        if not any(piece.tensor.is_cuda for piece in pieces):
-            may_pin = 0
+        may_pin = 0
+        if any(piece.tensor.is_cuda for piece in pieces):
+            processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+            may_pin = psutil.virtual_memory().total // 2 // processes
         left, used = sum(sizes), 0
         for piece, size in zip(pieces, sizes, strict=True):
             if not self._buffers or used + size > self._buffers[-1].nbytes:
