@@ -53,7 +53,8 @@ def outcome(out: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, inputs, direction)]
 
 
-def check_blocks(heads: tuple[int, int] = (4, 2)) -> None:
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (4, 1)])
+def test_blocks_of_queries_are_the_definition(heads):
     inputs = tensors(sum(LENGTHS), heads=heads)
     layout = DocumentLayout(offsets=offsets_of(LENGTHS, repeats=3))
     assert attention._use_blocks(torch.float64, sum(LENGTHS) / len(LENGTHS), 0.0)
@@ -61,11 +62,6 @@ def check_blocks(heads: tuple[int, int] = (4, 2)) -> None:
     theirs = outcome(by_definition(*inputs, ids_of(LENGTHS)), inputs)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (4, 1)])
-def test_blocks_of_queries_are_the_definition(heads):
-    check_blocks(heads)
 
 
 CHUNKS = [(0, 48), (48, 144), (144, 192)]
@@ -102,32 +98,7 @@ def test_some_of_the_positions_attend_as_all_of_them_do(layout):
     torch.testing.assert_close(both, whole[:, own])
 
 
-def without_first_token(places, dtype, documents=attention._documents):
-    return [
-        (document, [block._replace(keys=slice(1, block.keys.stop)) for block in blocks])
-        for document, blocks in documents(places, dtype)
-    ]
-
-
-MISTAKES = {
-    "a token sees the next one": (
-        "_future",
-        lambda size, dtype: torch.full((size, size), -torch.inf, dtype=dtype).triu(2),
-    ),
-    "no query sees a document's first token": ("_documents", without_first_token),
-    "scores are not scaled": ("_scale", lambda query: 1.0),
-    "gradients of keys and values are lost": ("_add_product", lambda total, left, right: None),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_the_blocks_is_detected(mistake, monkeypatch):
-    monkeypatch.setattr(attention, *MISTAKES[mistake])
-    with pytest.raises((AssertionError, RuntimeError)):
-        check_blocks()
-
-
-@pytest.mark.parametrize("length", [40, 200, 1200])
+@pytest.mark.parametrize("length", [40, 200, 600])
 def test_rows_without_documents_are_the_definition(length):
     inputs = tensors(length, rows=2)
     ours = outcome(document_attention(*inputs, DocumentLayout(), 0.0), inputs)
@@ -249,30 +220,6 @@ def test_varlen_computes_a_chunk_of_the_positions(monkeypatch):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_pieces_of_a_chunk_have_each_query_and_each_key_once(monkeypatch, chunk):
-    """No piece has queries without as many keys, crosses two rows, or has keys of two documents."""
-    offsets = torch.tensor([0, 100, 103, 192, 384, 384, 384], dtype=torch.int32)
-    calls: list[tuple] = []
-    kernel = lambda query, key, value, *others, **options: calls.append(others) or query  # noqa: E731
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: (kernel, {"enable_gqa": True}))
-    query, key, value = tensors(192, rows=2)
-    start, stop = chunk
-    attention._varlen(query[:, start:stop], key, value, offsets, chunk)
-    ((until, keys, max_query, max_key),) = calls
-    assert until.dtype == keys.dtype == torch.int32
-    assert (max_query, max_key) == (stop - start, 192)
-    pieces = list(zip(itertools.pairwise(until.tolist()), itertools.pairwise(keys.tolist()), strict=True))
-    position = [row * 192 + column for row in range(2) for column in range(start, stop)]
-    assert [place for (a, b), _ in pieces for place in position[a:b]] == position
-    assert [place for _, (c, d) in pieces for place in range(c, d)] == list(range(384))
-    edges = set(offsets.tolist())
-    for (a, b), (c, d) in pieces:
-        assert not edges & set(range(c + 1, d))
-        assert position[a:b] == list(range(d - (b - a), d))
-    assert any(a == b and c < d for (a, b), (c, d) in pieces)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pieces_without_queries_have_gradients_of_zero_on_a_gpu():
@@ -293,7 +240,7 @@ def test_varlen_is_asked_for_causal_attention_in_the_words_of_the_installed_torc
     assert options["window_size"] == (-1, 0)
 
 
-@pytest.mark.parametrize("columns", [100, 128, 300, 512])
+@pytest.mark.parametrize("columns", [128, 300])
 def test_the_block_mask_sees_all_that_may_be_seen_and_little_else(columns):
     """Against `create_block_mask`, which tests every pair."""
     from torch.nn.attention.flex_attention import create_block_mask
@@ -351,6 +298,7 @@ def test_without_offsets_a_gpu_gets_a_mask():
     assert with_offsets.offsets is OFFSETS
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what torch's tracing does is not ours to mend
 def test_the_documents_of_a_batch_need_no_new_graph():
     """On a CPU the pieces are left to plain Python: no step traces a layer again."""

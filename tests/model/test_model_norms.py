@@ -61,15 +61,3 @@ def test_linear_maps_of_one_input_share_its_copy_and_sum_its_gradients_in_fp32(a
     (found,) = torch.autograd.grad(outs, x, grads)
     each = [(g.double() @ m.weight.to(low).double()).to(low) for g, m in zip(grads, maps, strict=True)]
     torch.testing.assert_close(found.double(), sum(e.double() for e in each), rtol=1e-5, atol=1e-5)
-
-
-def test_gradients_are_those_of_finite_differences():
-    norm, x = RMSNorm(6, 1e-5).double(), drawn(4, 6, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda x, w: torch.func.functional_call(norm, {"weight": w}, x), (x, norm.weight)
-    )
-
-
-def test_a_model_cast_to_bf16_gets_bf16():
-    norm, x = RMSNorm(24, 1e-5).bfloat16(), drawn(3, 24, dtype=torch.bfloat16)
-    assert norm(x).dtype == torch.bfloat16

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from llm_pretrain.config.model_config import ModelConfig
-from llm_pretrain.model import moe
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.model.kernels.activations import ACTIVATIONS, Activation
+from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.choice import AUTO, Kernels
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.training.model_setup import initialize_weights
@@ -247,90 +246,6 @@ def check_against_reference(model: Decoder, tolerance: float) -> None:
 def test_every_activation_has_its_formula_in_every_feed_forward_network(hidden_act, experts):
     config = dataclasses.replace(VARIANTS["shared"], hidden_act=hidden_act)
     check_against_reference(make(config, Kernels(experts=experts)).double(), 1e-13)
-
-
-def test_an_activation_takes_its_name_in_the_configuration_and_an_entry_of_the_table(monkeypatch):
-    softplus = Activation(
-        torch.nn.functional.softplus,
-        lambda x, out: torch.ops.aten.softplus.out(x, out=out),
-        lambda grad, x, out: torch.mul(grad, x.sigmoid(), out=out),
-    )
-    monkeypatch.setitem(ACTIVATIONS, "softplus", softplus)
-    monkeypatch.setitem(ACTIVATION_FORMULAS, "softplus", lambda x: torch.log(1 + torch.exp(x)))
-    config = dataclasses.replace(VARIANTS["shared"], hidden_act="softplus")
-    for experts in ("streamed", "reference"):
-        check_against_reference(make(config, Kernels(experts=experts)).double(), 1e-13)
-
-
-def moe_layers(model: Decoder) -> list[moe.MoeFeedForward]:
-    return [layer.mlp for layer in model.model.layers if isinstance(layer.mlp, moe.MoeFeedForward)]
-
-
-def without_shared_experts(model: Decoder, _) -> None:
-    for layer in moe_layers(model):
-        layer.shared_experts = None
-
-
-def without_scaling(model: Decoder, _) -> None:
-    for layer in moe_layers(model):
-        layer.gate.scaling_factor = 1
-
-
-def without_bias(model: Decoder, _) -> None:
-    for layer in moe_layers(model):
-        layer.gate.e_score_correction_bias.zero_()
-
-
-def softmax_weights(model: Decoder, _) -> None:
-    for layer in moe_layers(model):
-        layer.gate.sigmoid = False
-
-
-def weights_with_bias(_, monkeypatch) -> None:
-    chosen, top_experts = [], moe.top_experts
-
-    def record(ranking: Tensor, top_k: int) -> Tensor:
-        chosen.append((ranking, top_experts(ranking, top_k)))
-        return chosen[-1][1]
-
-    monkeypatch.setattr(moe, "top_experts", record)
-    monkeypatch.setattr(moe.Router, "_weights", lambda self, scores: chosen[-1][0].gather(-1, chosen[-1][1]))
-
-
-def change_sums(monkeypatch, change) -> None:
-    original = moe.Router._sums
-    monkeypatch.setattr(moe.Router, "_sums", lambda self, *tensors: original(self, *change(*tensors)))
-
-
-def balance_of_unnormalised_scores(_, monkeypatch) -> None:
-    change_sums(
-        monkeypatch, lambda logits, log_scores, probs, *rest: (logits, log_scores, log_scores.exp(), *rest)
-    )
-
-
-def z_loss_of_log_scores(_, monkeypatch) -> None:
-    change_sums(monkeypatch, lambda logits, log_scores, *rest: (log_scores, log_scores, *rest))
-
-
-@pytest.mark.parametrize(
-    ("name", "mistake"),
-    [
-        ("shared", without_shared_experts),
-        ("shared", without_scaling),
-        ("sigmoid", balance_of_unnormalised_scores),
-        ("sigmoid-unnormalised", softmax_weights),
-        ("sigmoid-unnormalised", weights_with_bias),
-        ("sigmoid-unnormalised", without_bias),
-        ("fine-grained", z_loss_of_log_scores),
-    ],
-)
-def test_a_mistake_in_routing_shows_in_the_sums(name, mistake, monkeypatch):
-    model, batch = make(VARIANTS[name]).double(), ragged_batch()
-    expected = reference(model, batch)
-    mistake(model, monkeypatch)
-    out = model(**batch)
-    pairs = {"loss": out.loss_sum, "aux": out.aux_loss_sum, "router_z": out.router_z_loss_sum}
-    assert max(relative(ours, expected[key]) for key, ours in pairs.items()) > 1e-6
 
 
 @pytest.mark.parametrize("rows", [1, 2])

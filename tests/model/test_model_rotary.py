@@ -57,28 +57,6 @@ def test_frequencies_and_factor_are_those_of_transformers_bit_for_bit(name):
     assert factor == expected_factor
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("linear", {"rope_factor": 1.0}),
-        ("yarn", {"rope_factor": 8.1}),
-        ("yarn-original", {"original_max_position_embeddings": None}),
-    ],
-)
-def test_an_ignored_setting_is_detected(name, changes):
-    frequencies, factor = ours(dataclasses.replace(SCALED[name], **changes))
-    expected, expected_factor = theirs(SCALED[name])
-    assert not torch.equal(frequencies, expected) or factor != expected_factor
-
-
-@pytest.mark.parametrize("rounding", ["floor", "ceil"])
-def test_an_unrounded_ramp_is_detected(rounding, monkeypatch):
-    expected, _ = theirs(SCALED["yarn"])
-    monkeypatch.setattr(f"math.{rounding}", lambda index: index)
-    found = attention.rotary_frequencies.__wrapped__(SCALED["yarn"], torch.device("cpu"))
-    assert not torch.equal(found, expected)
-
-
 def test_tables_hold_each_position_s_own_angles_scaled_by_the_attention_factor():
     config = SCALED["yarn"]
     positions = torch.tensor([[0, 1, 2, 0, 1], [7, 8, 9, 10, 4095]])  # also those of a decoding step

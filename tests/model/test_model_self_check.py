@@ -58,9 +58,7 @@ def test_sound_kernels_pass_with_room(names: Any, dtype: torch.dtype):
 @pytest.mark.parametrize(("heads", "keys", "top_k"), [(4, 4, 1), (3, 1, 16), (32, 4, 8)])
 def test_every_shape_has_inputs(heads: int, keys: int, top_k: int):
     config = replace(CONFIG, num_attention_heads=heads, num_key_value_heads=keys, num_experts_per_tok=top_k)
-    config = replace(
-        config, vocab_size=None, hidden_size=513, intermediate_size=7, moe_intermediate_size=None
-    )
+    config = replace(config, vocab_size=None, hidden_size=513, intermediate_size=7, hidden_act="relu2")
     assert not [each.problem for each in check_kernels(config, Kernels(), CPU, torch.float32) if each.problem]
 
 
@@ -74,10 +72,6 @@ def test_the_inputs_are_the_same_at_every_call_and_the_run_draws_what_it_would_h
     first, again = (check("experts", torch.bfloat16) for _ in range(2))
     assert (first.forward_error, first.backward_error) == (again.forward_error, again.backward_error)
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_large_sizes_keep_their_alignment():
-    assert [self_check._capped(size, 256) for size in (72, 256, 300, 4096, 5001)] == [72, 256, 252, 256, 249]
 
 
 class _Scaled(torch.autograd.Function):
@@ -114,10 +108,6 @@ def _without_expert(
 
 def _of_attention(change: Callable[..., Any]) -> Callable[[Patch], None]:
     return lambda patch: _around(patch, self_check, "document_attention", change)
-
-
-def _across_documents(kernel: Any, query: Any, key: Any, value: Any, layout: Any, dropout: float) -> Any:
-    return kernel(query, key, value, DocumentLayout(), dropout)
 
 
 def _one_document_longer(
@@ -175,13 +165,12 @@ FAULTS: dict[str, tuple[Part, Callable[[Patch], None]]] = {
         "experts",
         _of_experts(lambda kernel, x, gate_up, *a: kernel(x, _Scaled.apply(gate_up), *a)),
     ),
+    "another activation": ("experts", _of_experts(lambda kernel, *a: kernel(*a[:-1], ACTIVATIONS["relu2"]))),
     "experts NaN": ("experts", _of_experts(lambda kernel, *a: kernel(*a) * float("nan"))),
     "routing weights ignored": (
         "experts",
         _of_experts(lambda kernel, x, g, d, weights, *a: kernel(x, g, d, torch.ones_like(weights), *a)),
     ),
-    "attention raises": ("attention", _of_attention(_raises)),
-    "attention across documents": ("attention", _of_attention(_across_documents)),
     "attention across one boundary": ("attention", _of_attention(_one_document_longer)),
     "attention's scale 1 % off": (
         "attention",
@@ -191,10 +180,6 @@ FAULTS: dict[str, tuple[Part, Callable[[Patch], None]]] = {
     "attention's gradient 1 % too large": (
         "attention",
         _of_attention(lambda kernel, query, key, *a: kernel(query, _Scaled.apply(key), *a)),
-    ),
-    "loss raises": (
-        "loss",
-        lambda patch: patch.setattr(kernels, "fused_linear_cross_entropy", _raises),
     ),
     "masked tokens counted": (
         "loss",
@@ -216,7 +201,6 @@ FAULTS: dict[str, tuple[Part, Callable[[Patch], None]]] = {
             patch, kernels, "fused_linear_cross_entropy", lambda kernel, x, *a: kernel(_Scaled.apply(x), *a)
         ),
     ),
-    "norm raises": ("norm", lambda patch: patch.setattr(layers, "_rms_norm_gradients", _raises)),
     "norm's gradient incomplete": (
         "norm",
         lambda patch: _around(patch, layers, "_rms_norm_gradients", _norm_gradients),
@@ -227,40 +211,25 @@ FAULTS: dict[str, tuple[Part, Callable[[Patch], None]]] = {
             patch, layers._RMSNormFunction, "apply", lambda apply, x, w, eps: apply(x, w, eps + 0.01)
         ),
     ),
-    "optimizer raises": ("optimizer", lambda patch: patch.setattr(self_check, "AdamW", _raises)),
     "no weight decay": ("optimizer", _optimizer_without("weight_decay")),
     "found_inf ignored": ("optimizer", _optimizer_without("found_inf")),
     "rate 1 % off": ("optimizer", _slower),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_mistake_is_found(fault: str, dtype: torch.dtype, monkeypatch: Patch):
+def test_a_mistake_is_found(fault: str, monkeypatch: Patch):
     part, put_in = FAULTS[fault]
     put_in(monkeypatch)
-    found = check(part, dtype)
-    print(f"{fault} | {str(dtype).removeprefix('torch.')} | {found.problem}")
+    found = check(part, torch.bfloat16)
     assert found.problem
-    if fault.endswith(("raise", "raises")):
+    if fault == "experts raise":
         assert (
             found.problem == "raised RuntimeError: no kernel image is available for execution on the device"
         )
         assert found.forward_error is None
     else:
         assert found.error is None
-
-
-@pytest.mark.parametrize("hidden_act", ACTIVATIONS)
-def test_another_activation_is_found(hidden_act: str, monkeypatch: Patch):
-    """Experts that compute one activation pass in the model that has it, and in no other."""
-    other = next(activation for name, activation in ACTIVATIONS.items() if name != hidden_act)
-    config = replace(CONFIG, hidden_act=hidden_act)
-    (found,) = check_kernels(config, Kernels(), CPU, torch.bfloat16, ("experts",))
-    assert found.problem is None
-    _around(monkeypatch, kernels, "streamed_experts", lambda kernel, *args: kernel(*args[:-1], other))
-    (found,) = check_kernels(config, Kernels(), CPU, torch.bfloat16, ("experts",))
-    assert found.problem
 
 
 def test_no_memory_is_no_fault_of_a_kernel(monkeypatch: Patch):
@@ -280,9 +249,13 @@ def test_a_layer_that_does_not_compile_is_found(monkeypatch: Patch):
 
 
 @pytest.mark.parametrize(
-    "config", [CONFIG, replace(CONFIG, num_experts=0), replace(CONFIG, first_k_dense_replace=1)]
+    ("config", "dtype"),
+    [
+        (CONFIG, torch.float32),
+        (replace(CONFIG, num_experts=0), torch.bfloat16),
+        (replace(CONFIG, first_k_dense_replace=1), torch.float16),
+    ],
 )
-@pytest.mark.parametrize("dtype", TYPES)
 def test_layers_of_every_kind_are_compared(config: ModelConfig, dtype: torch.dtype, monkeypatch: Patch):
     """Uncompiled here: compiling takes a minute."""
     compiled: list[Any] = []
