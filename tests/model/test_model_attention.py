@@ -1,6 +1,5 @@
 """Attention within documents by every kernel against its definition, and which kernel runs where."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -129,15 +128,6 @@ def test_nothing_is_kept_without_gradients():
     assert torch.equal(out, expected)
 
 
-def test_probabilities_are_saved_where_checkpointing_can_drop_them():
-    """What a context holds by itself, activation checkpointing cannot take away."""
-    saved = []
-    inputs = tensors(200)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.shape), x)[1], lambda x: x):
-        document_attention(*inputs, DocumentLayout(), 0.0)
-    assert sum(shape[-1] in (64, 128, 192, 200) and len(shape) == 3 for shape in saved) >= 4
-
-
 CONFIG = ModelConfig(
     vocab_size=96,
     hidden_size=32,
@@ -259,6 +249,7 @@ def test_the_block_mask_sees_all_that_may_be_seen_and_little_else(columns):
     assert torch.equal(found.mask_mod(grid[0], None, *grid[1:]), visible(grid[0], None, *grid[1:]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_is_the_definition(monkeypatch):
     from torch.nn.attention.flex_attention import flex_attention
@@ -296,51 +287,3 @@ def test_without_offsets_a_gpu_gets_a_mask():
     assert layout.mask is not None
     with_offsets = document_layout(DOCUMENTS.to("meta"), OFFSETS, "varlen")
     assert with_offsets.offsets is OFFSETS
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # what torch's tracing does is not ours to mend
-def test_the_documents_of_a_batch_need_no_new_graph():
-    """On a CPU the pieces are left to plain Python: no step traces a layer again."""
-    torch._dynamo.reset()
-    model = make().float()
-    layers = [torch.compile(layer, backend="eager") for layer in model.model.layers]
-    model.model.layers = torch.nn.ModuleList(layers)
-    graphs = []
-    for cut in (50, 100, 150, 200):
-        documents = ids_of([cut, 300 - cut]).repeat(2, 1)
-        model(IDS, document_ids=documents, labels=IDS).loss_sum.backward()
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs[1:] == graphs[:1] * 3
-
-
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=gpu) for each in ("auto", "sdpa", "varlen", "flex")]
-)
-def test_cuda_kernels_equal_the_cpu(kind):
-    config = dataclasses.replace(CONFIG, hidden_size=64)
-    found = {}
-    for device in ("cpu", "cuda"):
-        model = Decoder(config, kernels=Kernels(attention="auto" if device == "cpu" else kind)).to(device)
-        initialize_weights(model, 0)
-        batch = {"input_ids": IDS, "labels": IDS, "document_ids": DOCUMENTS, "document_offsets": OFFSETS}
-        for mode in ("default", "error"):  # the first pass compiles and allocates
-            model.zero_grad(set_to_none=True)
-            moved = {name: each.to(device) for name, each in batch.items()}
-            if device == "cuda":
-                torch.cuda.synchronize()
-                torch.cuda.set_sync_debug_mode(mode)
-            try:
-                with torch.autocast(device, torch.bfloat16):
-                    out = model(**moved)
-                out.loss_sum.backward()
-            finally:
-                if device == "cuda":
-                    torch.cuda.set_sync_debug_mode("default")
-        gradients = torch.cat([each.grad.flatten().cpu() for each in model.parameters()])
-        found[device] = (float(out.loss_sum), gradients)
-    assert abs(found["cuda"][0] / found["cpu"][0] - 1) < 2e-2
-    assert (found["cuda"][1] - found["cpu"][1]).norm() < 5e-2 * found["cpu"][1].norm()

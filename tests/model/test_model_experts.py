@@ -248,7 +248,8 @@ def layer_outcome(kernel: str, compiled: bool) -> list[Tensor]:
 # torch's own tracing does what its warnings advise against: with autograd functions, and after a graph's end
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("kernel", ["streamed", pytest.param("grouped", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["streamed", "grouped"])
 def test_a_compiled_layer_of_experts_gives_the_same_numbers(kernel, monkeypatch):
     """Only the streamed kernel stays out of the graph."""
     monkeypatch.setattr(kernels, "grouped_requirement", lambda *_: None)

@@ -1,4 +1,4 @@
-"""The CUDA paths against the CPU's: document mask, grouped experts, no wait for the device."""
+"""The CUDA paths against the CPU's: attention within documents, grouped experts, the loss head."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ import torch
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.kernels.choice import AUTO, Kernels
 from llm_pretrain.model.moe import MoeFeedForward
 from llm_pretrain.training.model_setup import initialize_weights
 
@@ -35,11 +36,15 @@ def inputs() -> dict[str, torch.Tensor]:
     document[0, 20:] = 1
     document[2, 5:] = 1
     document[2, 6:] = 2
-    return {"input_ids": ids, "labels": ids.roll(-1, 1), "document_ids": document}
+    offsets = torch.tensor([0, 20, 64, 128, 133, 134, 192], dtype=torch.int32)
+    layout = {"document_ids": document, "document_offsets": offsets}
+    return {"input_ids": ids, "labels": ids.roll(-1, 1), **layout}
 
 
-def run(device: str, dtype: torch.dtype | None, config: ModelConfig = CONFIG) -> tuple[list, dict]:
-    model = Decoder(config)
+def run(
+    device: str, dtype: torch.dtype | None, config: ModelConfig = CONFIG, kernels: Kernels = AUTO
+) -> tuple[list, dict]:
+    model = Decoder(config, kernels=kernels)
     initialize_weights(model, 0)
     model.to(device)
     batch = {name: value.to(device) for name, value in inputs().items()}
@@ -53,11 +58,20 @@ def run(device: str, dtype: torch.dtype | None, config: ModelConfig = CONFIG) ->
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(None, 1e-3), (torch.bfloat16, 5e-2), (torch.float16, 2e-2)]
 )
-@pytest.mark.parametrize("experts", [0, 16, 64])
-def test_cuda_equals_cpu(dtype, tolerance, experts):
+@pytest.mark.parametrize(
+    ("experts", "kernels"),
+    [
+        *((experts, AUTO) for experts in (0, 16, 64)),
+        *((0, Kernels(attention=kind)) for kind in ("sdpa", "varlen", "flex")),
+        (0, Kernels(loss="fused", z_loss_coef=1.0)),
+    ],
+)
+def test_cuda_equals_cpu(dtype, tolerance, experts, kernels):
+    if kernels.attention == "varlen" and dtype is None:
+        pytest.skip("flash attention has no fp32")
     config = dataclasses.replace(CONFIG, num_experts=experts)
     expected_sums, expected = run("cpu", None, config)
-    sums, gradients = run("cuda", dtype, config)
+    sums, gradients = run("cuda", dtype, config, kernels)
     for ours, theirs in zip(sums, expected_sums, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-6)
     for name, gradient in gradients.items():

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llm_pretrain.config.model_config import ModelConfig
-from llm_pretrain.model.decoder import Decoder, OutputHead
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import loss as loss_kernels
 from llm_pretrain.model.kernels.choice import Kernels, loss_kernel
 from llm_pretrain.model.kernels.loss import LossSums, cross_entropy_sums
@@ -189,20 +189,3 @@ def test_in_fp16_a_loss_scale_reaches_the_gradient_before_it_is_rounded():
         sums = loss_kernels.fused_linear_cross_entropy(hidden, weight, labels, mask, 0.0)
     (gradient,) = torch.autograd.grad(sums.loss * 2.0**16, weight)
     assert gradient[1:, 0].allclose(torch.tensor(math.exp(-20) * 2.0**16), rtol=1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuda_equals_whole_logits(dtype):
-    tensors = [each.detach().cuda() for each in inputs()]
-    expected = gradients(full, (*(t.double().requires_grad_() for t in tensors[:2]), *tensors[2:]), 1, 0.01)
-    head = OutputHead(16, VOCAB, Kernels(loss="fused", z_loss_coef=COEFFICIENT)).cuda()
-    head.weight = torch.nn.Parameter(tensors[1])
-    hidden = tensors[0].requires_grad_()
-    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-        sums = head(hidden, *tensors[2:])
-    (sums.loss + COEFFICIENT * sums.z_loss).backward()
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-3
-    assert close(hidden.grad.double(), expected[0], tolerance)
-    assert close(head.weight.grad.double(), expected[1], tolerance)
