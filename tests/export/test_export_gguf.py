@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,32 +232,21 @@ def test_the_chat_template_makes_the_same_prompt(tmp_path, tokenizers, kind):
     assert len(set(ids) & set(tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]))) == 2
 
 
-def test_a_file_is_the_same_every_time(tmp_path, tokenizers):
-    weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel-bpe"])
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        write_gguf(weights, tmp_path / name / "model.gguf", "bf16")
-    assert (tmp_path / "a" / "model.gguf").read_bytes() == (tmp_path / "b" / "model.gguf").read_bytes()
-
-
 @pytest.mark.parametrize(
-    ("changes", "fields"),
+    ("changes", "field"),
     [
-        ({"decoder_sparse_step": 2}, ["decoder_sparse_step"]),
-        ({"decoder_sparse_step": 2, "norm_topk_prob": False}, ["decoder_sparse_step"]),
-        ({"hidden_act": "gelu_pytorch_tanh"}, ["hidden_act"]),
-        ({"hidden_act": "relu2", "num_experts": 0}, ["hidden_act"]),
+        ({"decoder_sparse_step": 2, "norm_topk_prob": False}, "decoder_sparse_step"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+        ({"hidden_act": "relu2", "num_experts": 0}, "hidden_act"),
     ],
 )
-def test_what_llama_cpp_cannot_compute_is_refused_by_field(tmp_path, tokenizers, changes, fields):
+def test_what_llama_cpp_cannot_compute_is_refused_by_field(tmp_path, tokenizers, changes, field):
     weights = write_weights(
         tmp_path / "weights", dataclasses.replace(MOE, **changes), tokenizers["bytelevel-bpe"]
     )
     with pytest.raises(ConfigError) as caught:
         write_gguf(weights, tmp_path / "model.gguf", "bf16")
-    assert sorted(problem.partition(":")[0] for problem in caught.value.problems) == sorted(
-        f"model.{field}" for field in fields
-    )
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [f"model.{field}"]
     assert [each.name for each in tmp_path.iterdir()] == ["weights"]
 
 
@@ -295,14 +283,6 @@ def tokenizer_json(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: change_json(folder / "tokenizer.json", lambda spec: spec.update(changes))
 
 
-def pipe(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
-
-    return change
-
-
 def another_pattern(folder: Path) -> None:
     def change(spec: dict) -> None:
         spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\s+"
@@ -323,9 +303,6 @@ TWO_IN_FRONT = {
         for i, name in ((1, "<|im_start|>"), (2, "<|im_end|>"))
     },
 }
-UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]]}
-"""llama.cpp has no bytes to fall back on there: a rare character would become <unk>."""
-PIPES = ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"]
 REFUSED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "pattern": ("bytelevel-bpe", another_pattern, r"tokenizer\.json: expected"),
     "normalizer": (
@@ -338,16 +315,21 @@ REFUSED: dict[str, tuple[str, Callable[[Path], object], str]] = {
         tokenizer_json(post_processor=TWO_IN_FRONT),
         r"tokenizer\.json: expected",
     ),
-    "unigram": ("sentencepiece-bpe", tokenizer_json(model=UNIGRAM), "found 'Unigram'"),
+    "unigram": (
+        "sentencepiece-bpe",
+        tokenizer_json(model={"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]]}),
+        "found 'Unigram'",
+    ),
     "no scores": (
         "sentencepiece-bpe",
         lambda folder: (folder / "tokenizer.model").unlink(),
         r"tokenizer\.model: expected",
     ),
-    **{
-        f"pipe {name}": ("sentencepiece-bpe", pipe(name), f"{name}: expected .*, found: no plain file")
-        for name in PIPES
-    },
+    "pipe": (
+        "sentencepiece-bpe",
+        lambda folder: (folder / "tokenizer.model").unlink() or os.mkfifo(folder / "tokenizer.model"),
+        r"tokenizer\.model: expected .*, found: no plain file",
+    ),
 }
 """name: kind of tokenizer, what is done to its folder, and what is said of it."""
 
@@ -361,30 +343,6 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused(tmp_path, tokenizers, name)
         write_gguf(weights, tmp_path / "model.gguf", "bf16")
     assert "\n" not in str(caught.value)
     assert [each.name for each in tmp_path.iterdir()] == ["weights"]
-
-
-def test_odd_texts_of_a_tokenizers_configuration_and_of_a_path_are_written(tmp_path, tokenizers):
-    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel-bpe"])
-    (weights / "chat_template.jinja").unlink()
-    templates = [{"name": "tools", "template": "b"}, {"name": "default", "template": "a\ud800"}, 3]
-    odd = {"chat_template": templates, "bos_token": ["x"], "unk_token": {"content": [1]}}
-    change_json(weights / "tokenizer_config.json", lambda config: config.update(odd))
-    file = tmp_path / os.fsdecode(b"\xff.gguf")
-    write_gguf(weights, file, "bf16")
-    fields = gguf.GGUFReader(file).fields
-    assert fields["tokenizer.chat_template"].contents() == "a?"
-    assert fields["general.name"].contents() == "?"
-
-
-def test_a_vocabulary_that_only_the_config_has_takes_no_memory(tmp_path, tokenizers):
-    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel-bpe"])
-    change_json(weights / "config.json", lambda config: config.update(vocab_size=2_000_000))
-    tracemalloc.start()
-    with pytest.raises(CheckpointError, match=r"\(704, 48\) instead of \(2000000, 48\)"):
-        write_gguf(weights, tmp_path / "model.gguf", "bf16")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 64 << 20
 
 
 @pytest.mark.parametrize("damage", ["missing tensor", "foreign tensor", "too large for fp16"])

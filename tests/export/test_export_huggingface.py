@@ -79,22 +79,16 @@ SHAPES = {
     ),
 }
 YARN = {"rope_type": "yarn", "rope_factor": 4.0, "original_max_position_embeddings": 16}
-LINEAR = {"rope_type": "linear", "rope_factor": 3.0}
-SHAPES |= {
-    f"{name}-yarn": dataclasses.replace(SHAPES[name], **YARN)
-    for name in ("qwen3", "mixtral", "glm4_moe", "ernie4_5_moe")
-}
+SHAPES |= {f"{name}-yarn": dataclasses.replace(SHAPES[name], **YARN) for name in ("qwen3", "glm4_moe")}
 SHAPES |= {
     f"{name}-{hidden_act}": dataclasses.replace(SHAPES[name], hidden_act=hidden_act)
     for hidden_act, names in {
-        "gelu_pytorch_tanh": ("llama", "qwen3_moe", "glm4_moe", "ernie4_5_moe"),
-        "relu2": ("qwen3", "mistral", "mixtral", "hy_v3", "qwen2_moe"),
+        "gelu_pytorch_tanh": ("llama", "glm4_moe", "ernie4_5_moe"),
+        "relu2": ("qwen3", "mixtral", "qwen2_moe"),
     }.items()
     for name in names
 }
-SHAPES["llama-linear"] = dataclasses.replace(SHAPES["llama"], **LINEAR)
-SHAPES["glm4_moe-linear"] = dataclasses.replace(FINE, **LINEAR)
-OWN_NAMES = ("qwen3", "llama", "qwen3_moe", "mixtral", "glm4_moe")  # modules are called as ours are
+SHAPES["llama-linear"] = dataclasses.replace(SHAPES["llama"], rope_type="linear", rope_factor=3.0)
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 TOKENS = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(3))
 HEAD_DIM = "transformers' own layers, vLLM and mlx-lm read it; their default is hidden_size / heads"
@@ -141,26 +135,26 @@ def write(folder, model: Decoder, dtype=torch.float32, name="fp32") -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.fixture(params=SHAPES, ids=list(SHAPES))
-def model(request) -> Decoder:
-    return make(SHAPES[request.param])
-
-
 def logits_of(model: Decoder) -> torch.Tensor:
     with torch.no_grad():
         return model(TOKENS).logits
 
 
-def test_transformers_opens_our_files_with_equal_logits(model, tmp_path):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transformers_opens_our_files_with_equal_logits_and_we_open_its(shape, tmp_path):
     """The experts are written one by one, a tied head not at all; config and state come back as they were."""
     from transformers import AutoModelForCausalLM
 
+    model = make(SHAPES[shape])
     write(tmp_path, model)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = theirs(TOKENS).logits
     assert expected.std() > 0.3
     torch.testing.assert_close(logits_of(model), expected, atol=1e-5, rtol=1e-5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_pretrained(tmp_path / "theirs").eval()
+    torch.testing.assert_close(logits_of(ours), expected, atol=1e-5, rtol=1e-5)
     written = load_file(tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     assert ("lm_head.weight" in written) != model.config.tie_word_embeddings
@@ -188,39 +182,6 @@ def assert_same_state(back: dict[str, torch.Tensor], model: Decoder) -> None:
     for name in state:
         scaled = scales_down_proj(model.config) and name.endswith("experts.down_proj")
         torch.testing.assert_close(back[name], state[name], rtol=2e-7 if scaled else 0, atol=0)
-
-
-def test_we_open_files_of_transformers_with_equal_logits(model, tmp_path):
-    """In memory our names are those of transformers, where it has no tensors of its own."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    (tmp_path / "config.json").write_text(json.dumps(huggingface_config(model.config, dtype="fp32", **IDS)))
-    torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).eval()
-    config, state = model.config, theirs.state_dict()
-    always = config.scoring_func == "sigmoid" and not (
-        config.n_shared_experts and config.router_bias_update_rate
-    )
-    if theirs.config.model_type in OWN_NAMES and not always:
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        assert shapes == {name: tensor.shape for name, tensor in state.items()}
-    unlike_ours = ["shared_expert_gate.weight"]
-    unlike_ours += [".shared_expert"] if not config.n_shared_experts else []
-    for name, tensor in state.items():
-        if name.endswith("norm.weight"):
-            torch.nn.init.uniform_(tensor, 0.5, 1.5)
-        elif any(part in name for part in unlike_ours):
-            tensor.zero_()
-        elif name.endswith("e_score_correction_bias") and config.router_bias_update_rate:
-            torch.nn.init.uniform_(tensor, -0.3, 0.3)
-        elif name.endswith(".gate.weight"):  # transformers 5.17 leaves that of ernie4_5_moe uninitialised
-            torch.nn.init.normal_(tensor, std=theirs.config.initializer_range)
-    theirs.save_pretrained(tmp_path / "theirs")
-    with torch.no_grad():
-        expected = theirs(TOKENS).logits
-    assert expected.std() > 0.3
-    ours = load_pretrained(tmp_path / "theirs").eval()
-    torch.testing.assert_close(logits_of(ours), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_config_holds_the_keys_that_older_readers_need():
@@ -252,11 +213,9 @@ def test_a_config_has_only_keys_that_its_class_knows(model_type):
     assert {f"{model_type}.{key}" for key in written - known - UNDECLARED_KEYS.keys()} == own
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "glm4_moe", "hy_v3", "ernie4_5_moe", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "glm4_moe", "hy_v3", "ernie4_5_moe", "qwen2_moe"])
 def test_settings_without_a_key_survive_the_round_trip(name):
-    settings = {"attention_dropout": 0.25}
-    if SHAPES[name].moe_layers:
-        settings["router_aux_loss_coef"] = 0.0125
+    settings = {"attention_dropout": 0.25, "router_aux_loss_coef": 0.0125}
     written = huggingface_config(dataclasses.replace(SHAPES[name], **settings), dtype="bf16", **IDS)
     back = model_config_from_huggingface(written)
     assert {field: getattr(back, field) for field in settings} == settings
@@ -362,33 +321,18 @@ def test_weights_in_our_own_format_open(tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type"),
-        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_type"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.0}}, "attention_factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}}, "truncate"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 4}}, "beta_fast"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 2.0}}, "beta_slow"),
-        ({"rope_scaling": [4.0]}, "rope_scaling"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"use_sliding_window": True, "sliding_window": 512}, "sliding_window"),
         ({"mlp_only_layers": [1]}, "mlp_only_layers"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"vocab_size": -1}, "model.vocab_size"),
         ({"vocab_size": "x"}, "model.vocab_size"),
-        ({"hidden_size": 1e30}, "model.hidden_size"),
-        ({"rms_norm_eps": None}, "model.rms_norm_eps"),
-        ({"max_position_embeddings": 0}, "model.max_position_embeddings"),
         ({"num_key_value_heads": 3}, "model.num_attention_heads"),
         ({"rope_parameters": [1]}, "rope_scaling"),
-        ({"rope_theta": "x", "rope_parameters": None}, "could not convert"),
         ({"rope_theta": 10**400, "rope_parameters": None}, "config.json: .* int too large"),
-        ({"rope_scaling": YARN | {"beta_slow": 10**400}}, r"beta_slow: expected 1, found 10{39}$"),
-        (
-            {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
-            "original_max_position_embeddings: expected 1 or more, found 0",
-        ),
         ({"mlp_only_layers": 3, "layer_types": 3}, "not iterable"),
     ],
 )
@@ -405,10 +349,6 @@ CHANGED_TENSORS = {
     "missing tensor": (lambda tensors: tensors.pop("model.norm.weight"), r"model\.norm\.weight"),
     "missing expert": (lambda tensors: tensors.pop(EXPERT), "experts"),
     "int8": (lambda tensors: tensors.update({QUERY: tensors[QUERY].to(torch.int8)}), f"{QUERY}.*found int8"),
-    "float8": (
-        lambda tensors: tensors.update({QUERY: tensors[QUERY].to(torch.float8_e4m3fn)}),
-        f"{QUERY}.*found float8_e4m3fn",
-    ),
     "not finite": (lambda tensors: tensors[QUERY].div_(0), f"{QUERY}.*found -?(nan|inf)"),
     "beyond fp32": (
         lambda tensors: tensors.update({QUERY: tensors[QUERY].double() * 1e300}),
@@ -438,24 +378,10 @@ def cut(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
 
 
-def index(text: str) -> Callable[[Path], object]:
-    """No single file, which would count in place of the index."""
+def index(content: object) -> Callable[[Path], object]:
+    """In place of the single file, which would count."""
+    text = json.dumps(content)
     return lambda folder: (folder / "model.safetensors").rename(folder / INDEX).write_text(text)
-
-
-def index_instead(*names: str) -> Callable[[Path], None]:
-    """These files are named, and there where they can be, but no single file."""
-
-    def change(folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        named = [name.replace("PARENT", str(folder.parent)) for name in names]
-        for name in named:
-            if name.isprintable():
-                save_file({"model.norm.weight": torch.ones(48)}, folder / name)
-        weight_map = {f"tensor {number}": name for number, name in enumerate(named)}
-        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-
-    return change
 
 
 BROKEN = {
@@ -467,25 +393,25 @@ BROKEN = {
             lambda folder, text=text: (folder / "config.json").write_text(text),
             r"config\.json: expected",
         )
-        for text in ("[]", "3", "[" * 100_000)
+        for text in ("[]", "[" * 100_000)
     },
     **{
-        f"index {text}": (index(text), r"expected an? ")
-        for text in ("{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "{}")
+        f"index {content}": (index(content), r"expected an? ")
+        for content in ([], {}, {"weight_map": []}, {"weight_map": {"a": 3}})
     },
-    "file outside": (index_instead("../model.safetensors"), "expected names of files beside it, found"),
-    "absolute path": (index_instead("PARENT/model.safetensors"), "expected names of files beside it, found"),
-    "NUL": (index_instead("a\0b"), "expected a safetensors file, found"),
-    "surrogate": (index_instead("\ud800"), "expected a safetensors file, found"),
+    "file outside": (
+        index({"weight_map": {"a": "../model.safetensors"}}),
+        "expected names of files beside it, found",
+    ),
+    "surrogate": (index({"weight_map": {"a": "\ud800"}}), "expected a safetensors file, found"),
 }
 """name: how a folder of weights is damaged, and what is said of it."""
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "part-0.safetensors"])
-def test_a_single_file_is_read_whatever_an_index_says(file, tmp_path):
+def test_a_single_file_is_read_whatever_an_index_says(tmp_path):
     """As transformers does."""
     write(tmp_path, make(BASE))
-    names = dict.fromkeys(load_file(tmp_path / "model.safetensors"), file)
+    names = dict.fromkeys(load_file(tmp_path / "model.safetensors"), "part-0.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
     load_pretrained(tmp_path)
 
@@ -507,17 +433,8 @@ def test_a_broken_folder_is_one_line_that_names_it(tmp_path, damage):
         ({"vocab_size": 200_000_000}, r"embed_tokens\.weight: .* instead of \(200000000, "),
         ({"num_hidden_layers": 4096}, "found 83 for 4096 layers"),
         ({"model_type": "hy_v3", "num_shared_experts": 1, "num_hidden_layers": 10**8}, "at most 4096"),
-        (
-            {
-                "model_type": "hy_v3",
-                "num_shared_experts": 1,
-                "num_hidden_layers": 4096,
-                "mlp_layer_types": ["dense", "sparse", "sparse", *["dense", "sparse"] * 2046, "dense"],
-            },
-            "mlp_layer_types",
-        ),
     ],
-    ids=["vocabulary", "layers", "too many layers", "order of layers"],
+    ids=["vocabulary", "layers", "too many layers"],
 )
 def test_sizes_are_compared_before_a_model_of_them_is_made(tmp_path, changes, found):
     write(tmp_path, make(MOE))
@@ -529,9 +446,8 @@ def test_sizes_are_compared_before_a_model_of_them_is_made(tmp_path, changes, fo
     assert time.process_time() - begin < 2
 
 
-@pytest.mark.parametrize("files", [["model.safetensors"], ["part-0.safetensors", "part-1.safetensors"]])
-def test_weights_with_an_index_open(tmp_path, files):
-    model = make(MOE)
+def test_weights_with_an_index_open(tmp_path):
+    model, files = make(MOE), ["part-0.safetensors", "part-1.safetensors"]
     write(tmp_path, model)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
