@@ -12,7 +12,7 @@ from filelock import FileLock
 from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.runs.replays import difference_lines, read_replays, replay_summary
+from llm_pretrain.runs.replays import difference_lines, replay_summary
 from llm_pretrain.runs.status import Status, record_replay
 from llm_pretrain.tracking.report import write_report
 
@@ -60,15 +60,6 @@ def test_only_the_same_steps_found_identical_take_a_difference_back():
         assert "4 differ" in replay_summary([WRONG, replay(again)], 12)
     assert difference_lines([WRONG, replay(segment(0, 12))]) == []
     assert difference_lines([replay(segment(4, 8)), WRONG]) == [LINE], "the hardware may be wrong since"
-
-
-def test_a_line_that_is_no_replay_is_named_and_left_out(run):
-    record_replay(run, SOUND)
-    with (run / "replays.jsonl").open("a") as file:
-        file.write('{"time": 1, "segments": [{"start": 4, "end": 3}]}\n{"time": 1e300, "segments": []}\n{"ti')
-    problems: list[str] = []
-    assert read_replays(run, problems) == [SOUND]
-    assert [line.split(":")[1] for line in problems] == [" line 2", " line 3"]
 
 
 def test_a_run_that_has_ended_says_so_everywhere(run, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -28,18 +27,6 @@ def short_plotly(monkeypatch) -> None:
 
 def report(*runs: Path) -> Page:
     return Page(write_report(list(runs), runs[0].parent / "report.html"))
-
-
-def test_an_abandoned_attempts_rows_are_not_the_runs(tmp_path):
-    first = [{"step": step, "train/loss": 9 - step, "eval/loss": 9 - step} for step in range(1, 6)]
-    folder = make_run(tmp_path / "run", first)
-    size = (folder / "metrics.jsonl").stat().st_size
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 3, "train/loss": 6.5, "eval/loss": 6.5}) + "\n")
-    attempts = [{"step": 0, "time": 0, "metrics_bytes": 0}, {"step": 2, "time": 9, "metrics_bytes": size}]
-    (folder / "attempts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in attempts))
-    found = read_run(folder).rows
-    assert [(row["step"], row["eval/loss"]) for row in found] == [(1, 8), (2, 7), (3, 6.5)]
 
 
 def test_an_abandoned_attempts_samples_are_not_the_runs(tmp_path):
@@ -82,13 +69,6 @@ def test_curves_are_the_rows_of_metrics(tmp_path):
     assert [line["value"] for line in lines["bits-per-byte"]] == [2.5], "zlib's"
     assert "3.2500 at step 50" in page.text
     assert "5M (2M active)" in page.text
-
-
-def test_a_dense_run_shows_nothing_about_experts(tmp_path):
-    page = report(make_run(tmp_path / "run", [training_row(step) for step in range(1, 11)]))
-    assert "experts" not in page.sections
-    assert "xpert" not in page.text
-    assert page.data["experts"] == []
 
 
 @pytest.mark.parametrize(("layers", "experts", "rows"), [(4, 8, 30), (48, 128, 60), (1, 2, 1)])
@@ -135,6 +115,9 @@ def test_text_of_the_run_is_never_markup(tmp_path):
     assert page.text.count("<script>alert(1)</script>") >= 6, "shown as it is"
     assert NASTY in page.data["runs"][0]["name"]
     assert not {"<", ">", "&"} & set(page.raw_data), "nothing that could end the script's element"
+    (policy,) = [attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes]
+    assert policy is not None
+    assert policy.startswith("default-src 'none';"), "the page loads nothing"
 
 
 def test_a_skipped_step_and_a_restart_are_marked(tmp_path):
@@ -166,16 +149,9 @@ def test_time_leaves_out_pauses_and_lost_work(tmp_path):
     assert run_series(run, "run").train["hours"] == pytest.approx(
         [step / 3600 for step in range(1, 11)], rel=1e-5
     )
-
-
-def test_a_clock_that_was_set_is_no_training_time(tmp_path):
-    """A machine without a battery may begin in 1970, and another one's clock may be behind."""
-    seconds = (1.0, 2.0, 1e9, 5.0)
-    rows = [
-        training_row(step, time=START + seconds[step - 1]) | {"perf/step_seconds": 1.0}
-        for step in range(1, 5)
-    ]
-    assert training_seconds(read_run(make_run(tmp_path / "run", rows))) == pytest.approx(4.0)
+    rows = [training_row(step, time=START + time) for step, time in ((1, 1), (2, 2), (3, 1e9), (4, 5))]
+    clock_was_set = read_run(make_run(tmp_path / "set", rows))
+    assert training_seconds(clock_was_set) == pytest.approx(4.0)
 
 
 def test_many_rows_become_few_points_that_keep_spikes(tmp_path, monkeypatch):
@@ -232,38 +208,12 @@ def test_sources_have_curves_of_their_own(tmp_path):
     assert "source-tokens" not in charts
 
 
-def test_a_prediction_is_drawn_beside_the_evaluation_loss(tmp_path):
-    rows = [training_row(step) for step in (1, 2, 3)]
-    rows[0] |= {"eval/loss": 4.0}
-    rows[2] |= {"eval/loss": 3.0, "eval/predicted_loss": 2.5, "eval/predicted_low": 2.25}
-    rows[2] |= {"eval/predicted_high": 2.75}
-    data = report(make_run(tmp_path / "run", rows)).data
-    (chart,) = [chart for chart in data["charts"] if chart["id"] == "eval-loss"]
-    keys = [curve["key"] for curve in chart["curves"]]
-    assert keys[0] == "eval/loss"
-    assert keys[-2:] == ["eval/predicted_low", "eval/predicted_high"], "the band is filled down to the last"
-    drawn = {key: data["runs"][0]["evaluation"][key] for key in keys}
-    assert drawn == {
-        "eval/loss": [4.0, 3.0], "eval/predicted_loss": [None, 2.5],
-        "eval/predicted_low": [None, 2.25], "eval/predicted_high": [None, 2.75],
-    }  # fmt: skip
-
-
-def test_samples_are_shown_newest_first_and_thinned(tmp_path):
-    samples = [{"step": step, "prompt": "once", "text": f" upon {step}"} for step in range(0, 1000, 10)]
-    page = report(make_run(tmp_path / "run", [training_row(1)], samples=samples))
-    shown = [int(step.replace(",", "")) for step in re.findall(r"Step ([\d,]+) once", page.text)]
-    assert shown == sorted(shown, reverse=True)
-    assert (shown[0], shown[-1]) == (990, 0)
-    assert len(shown) == 12
-
-
 def test_every_file_may_be_missing_or_torn(tmp_path):
     """A page can be written about any state that a killed or running process has left."""
     whole = make_run(tmp_path / "whole", [training_row(step, layers=2, experts=4) for step in (1, 2, 3)])
     for name in ("config.yaml", "status.json", "attempts.jsonl", "metrics.jsonl"):
         text = (whole / name).read_text()
-        for content in (None, "", text[: len(text) * 2 // 3], "\0\0", '{"step": 1}\n'):
+        for content in (None, text[: len(text) * 2 // 3], "\0\0"):
             (whole / name).unlink()
             if content is not None:
                 (whole / name).write_text(content)
@@ -286,17 +236,3 @@ def test_what_is_no_number_for_a_chart_is_left_out(tmp_path):
     page = report(make_run(tmp_path / "run", rows, attempts=[{"step": None}, {"step": 1, "versions": 3}]))
     assert page.data["runs"][0]["train"]["train/loss"] == [None, None, None, 1.0]
     assert page.data["experts"][0]["last"] == [[0, 200]]
-
-
-def test_the_page_loads_nothing(tmp_path):
-    page = report(make_run(tmp_path / "run", [training_row(1, layers=2, experts=4)]))
-    (policy,) = [attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes]
-    assert policy is not None
-    assert policy.startswith("default-src 'none';")
-    addresses = [
-        value
-        for _, attributes in page.tags
-        for name, value in attributes.items()
-        if name in ("src", "href", "srcset", "action", "data")
-    ]
-    assert [value for value in addresses if value and not value.startswith(("#", "data:"))] == []

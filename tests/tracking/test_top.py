@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 from support.run_folders import START, attempt_row, make_run, training_row
 
-from llm_pretrain.errors import ConfigError
 from llm_pretrain.tracking import top
 from llm_pretrain.tracking.top import watch_runs
 
@@ -49,7 +48,7 @@ def test_the_table_has_the_newest_figures_of_a_run(tmp_path, monkeypatch):
     assert line.split() == expected.split()
 
 
-@pytest.mark.parametrize("width", [1, 5, 12, 17, 20, 30, 80, 200])
+@pytest.mark.parametrize("width", [1, 12, 30, 200])
 def test_a_frame_fits_any_terminal(tmp_path, width):
     rows = [training_row(step, layers=48, experts=128) for step in (1, 2)]
     run = make_run(tmp_path / ("long" * 30), rows, checkpoint="c" * 200, state="failed", reason="r" * 300)
@@ -131,23 +130,6 @@ def test_an_interrupt_leaves_the_last_frame_and_without_a_terminal_there_is_one(
     console = terminal(live=live)
     watch_runs([run], console=console, sleep=wait)
     assert "running" in output(console)
-
-
-def test_a_path_that_is_no_run_is_not_waited_for(tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "notes.txt").touch()
-    (tmp_path / "file").touch()
-    for name in ("folder", "file", "missing/run"):
-        with pytest.raises(ConfigError, match=f"{name}: expected a run's folder"):
-            watch_runs([tmp_path / name], console=terminal(live=True))
-
-
-def test_only_the_end_of_a_large_file_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(top, "TAIL_BYTES", 3000)
-    run = make_run(tmp_path / "run", [training_row(1, **{"train/loss": 9.0})])
-    append(run, *({"step": step, "time": START} for step in range(2, 501)))
-    (line,) = frame_of(run).splitlines()[1:]
-    assert line.split()[2:5] == ["500/100", "-", "-"]
 
 
 def test_damaged_files_are_reported_and_left_out(tmp_path):

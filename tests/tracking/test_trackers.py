@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +15,6 @@ from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.tracking import trackers
 from llm_pretrain.tracking.trackers import Trackers
-
-KEY = "0123456789abcdef" * 2 + "01234567"
 
 
 def config(mode: str) -> Config:
@@ -168,86 +164,27 @@ def test_without_wandb_installed_a_run_goes_on(monkeypatch, tmp_path, caplog):
     assert "wandb is left out" in caplog.text
 
 
-def run_real(
-    mode: str, folder: Path, init_seconds: float = 12.0, before_the_end: str = "", **environment: str
-) -> tuple[subprocess.CompletedProcess[str], str, float]:
-    """A process that tracks five rows with the real wandb: its result, wandb id and seconds of closing."""
+@pytest.mark.slow
+def test_offline_records_into_the_run_folder_and_prints_nothing(tmp_path):
+    """With the real wandb; tests/faults has what may fail."""
     code = (
-        "import sys, time; from pathlib import Path\n"
-        "from llm_pretrain.config.loading import from_dict; from llm_pretrain.tracking import trackers\n"
+        "import sys; from pathlib import Path\n"
+        "from llm_pretrain.config.loading import from_dict\n"
         "from llm_pretrain.tracking.trackers import Trackers\n"
-        "trackers.INIT_SECONDS = float(sys.argv[3])\n"
-        "config = from_dict({'logging': {'wandb_mode': sys.argv[1]}})\n"
-        "tracked = Trackers(config, Path(sys.argv[2]), None, True)\n"
+        "config = from_dict({'logging': {'wandb_mode': 'offline'}})\n"
+        "tracked = Trackers(config, Path(sys.argv[1]), None, True)\n"
         "for step in range(5):\n    tracked.log({'step': step, 'train/loss': 1.0})\n"
-        f"{before_the_end}"
-        "start = time.monotonic(); tracked.close(0); print(tracked.wandb_id, time.monotonic() - start)"
+        "tracked.close(0); print(tracked.wandb_id)"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     result = subprocess.run(
-        [sys.executable, "-c", code, mode, str(folder), str(init_seconds)],
-        env=clean | {"HOME": str(folder), "WANDB_API_KEY": KEY} | environment,
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=clean | {"HOME": str(tmp_path)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
-        check=False,
+        check=True,
     )
-    assert result.returncode == 0, result.stderr
-    wandb_id, seconds = result.stdout.split()  # and nothing else was printed
-    return result, wandb_id, float(seconds)
-
-
-def recorded(folder: Path, wandb_id: str) -> bytes:
-    (file,) = folder.glob(f"wandb/offline-run-*/run-{wandb_id}.wandb")
-    return file.read_bytes()
-
-
-def test_offline_records_into_the_run_folder_and_prints_nothing(tmp_path):
-    result, wandb_id, _ = run_real("offline", tmp_path)
-    assert len(wandb_id) == 8
     assert result.stderr == ""
-    assert recorded(tmp_path, wandb_id).count(b"train/loss") >= 5
-    leaks = [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
-    assert leaks == []
-
-
-@pytest.mark.slow
-def test_a_folder_that_cannot_be_written_does_not_stop_a_run(tmp_path):
-    run_real("offline", Path("/proc/no-such-folder"), TMPDIR=str(tmp_path), HOME=str(tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", [KEY, ""])
-def test_with_an_unreachable_server_rows_are_recorded_offline(tmp_path, key):
-    """Without a key, nobody is asked for one."""
-    variables = {"WANDB_API_KEY": key, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    result, wandb_id, _ = run_real("online", tmp_path, 2.0, **variables)
-    assert result.stderr.count("\n") == 1
-    assert "recorded offline" in result.stderr
-    assert recorded(tmp_path, wandb_id).count(b"train/loss") >= 5
-
-
-@pytest.mark.slow
-def test_a_server_that_never_answers_costs_less_than_half_a_minute(tmp_path):
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        _, wandb_id, seconds = run_real("online", tmp_path, WANDB_BASE_URL=url)
-    assert seconds < 30
-    assert recorded(tmp_path, wandb_id).count(b"train/loss") >= 5
-
-
-@pytest.mark.slow
-def test_a_service_that_is_killed_prints_one_line_and_nothing_at_exit(tmp_path):
-    """wandb's own exit hook would print a traceback."""
-    kill = (
-        "import psutil\n"
-        "import time\n"
-        "while not list(Path(sys.argv[2]).glob('wandb/offline-run-*/*.wandb')): time.sleep(0.05)\n"
-        "(core,) = [each for each in psutil.Process().children() if 'wandb-core' in each.name()]\n"
-        "core.kill(); core.wait()\n"
-        "for step in range(5, 8): tracked.log({'step': step})\n"
-    )
-    result, _, _ = run_real("offline", tmp_path, before_the_end=kill)
-    assert result.stderr.startswith("wandb is left out from here on: ")
-    assert result.stderr.count("\n") == 1
+    (file,) = tmp_path.glob(f"wandb/offline-run-*/run-{result.stdout.strip()}.wandb")
+    assert file.read_bytes().count(b"train/loss") >= 5
