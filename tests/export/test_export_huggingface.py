@@ -279,10 +279,6 @@ def test_written_tensors_share_no_memory_with_the_model():
         ({"router_bias_update_rate": 0.001}, "model.router_bias_update_rate"),
         ({"n_shared_experts": 1}, "model.n_shared_experts"),
         (
-            {"qk_norm": False, "norm_topk_prob": False, "router_bias_update_rate": 0.001},
-            "model.router_bias_update_rate",
-        ),
-        (
             {"scoring_func": "sigmoid", "decoder_sparse_step": 2},
             "model.decoder_sparse_step.*n_shared_experts 1 or more would export",
         ),

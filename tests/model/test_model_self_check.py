@@ -130,26 +130,17 @@ def _unmasked(kernel: Any, hidden: Any, weight: Any, labels: Any, mask: Tensor, 
     return kernel(hidden, weight, labels, torch.ones_like(mask), coefficient)
 
 
-def _optimizer_without(*names: str) -> Callable[[Patch], None]:
-    def fault(patch: Patch) -> None:
-        class Forgetful(torch.optim.AdamW):
-            def __init__(self, parameters: Any, **options: Any):
-                super().__init__(
-                    parameters, **{**options, **{name: 0.0 for name in names if name in options}}
-                )
-
-            def step(self, closure: Any = None) -> Any:
-                if "found_inf" in names and hasattr(self, "found_inf"):
-                    del self.found_inf
-                return super().step(closure)
-
-        patch.setattr(self_check, "AdamW", Forgetful)
-
-    return fault
+def _of_optimizer(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Patch], None]:
+    return lambda patch: _around(
+        patch, self_check, "AdamW", lambda kind, *a, **options: kind(*a, **options | change(options))
+    )
 
 
-def _slower(patch: Patch) -> None:
-    _around(patch, self_check, "AdamW", lambda kind, *a, lr, **o: kind(*a, lr=0.99 * lr, **o))
+class _Forgetful(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        if hasattr(self, "found_inf"):
+            del self.found_inf
+        return super().step(closure)
 
 
 def _norm_gradients(gradients: Any, x: Tensor, scale: Tensor, weight: Tensor, grad: Tensor) -> Any:
@@ -211,9 +202,9 @@ FAULTS: dict[str, tuple[Part, Callable[[Patch], None]]] = {
             patch, layers._RMSNormFunction, "apply", lambda apply, x, w, eps: apply(x, w, eps + 0.01)
         ),
     ),
-    "no weight decay": ("optimizer", _optimizer_without("weight_decay")),
-    "found_inf ignored": ("optimizer", _optimizer_without("found_inf")),
-    "rate 1 % off": ("optimizer", _slower),
+    "no weight decay": ("optimizer", _of_optimizer(lambda _: {"weight_decay": 0.0})),
+    "rate 1 % off": ("optimizer", _of_optimizer(lambda options: {"lr": 0.99 * options["lr"]})),
+    "found_inf ignored": ("optimizer", lambda patch: patch.setattr(self_check, "AdamW", _Forgetful)),
 }
 
 
