@@ -101,27 +101,19 @@ def accepted(tree: dict[str, Any], world_size: int) -> bool:
     return True
 
 
-# Any settings; and fewer from the edges of their types, without those that a training cannot have.
-WIDE = {}
-EDGES = {"edges": 12, "most": 2, "without": {"data.num_workers"}}
-
-
 @pytest.mark.fuzz
-@pytest.mark.parametrize(("drawn", "examples"), [(WIDE, 60), (EDGES, 40)], ids=["any", "edges"])
-def test_whatever_is_accepted_builds(
-    plain_store: Path, changed_store: Path, drawn: dict[str, Any], examples: int
-):
+def test_whatever_is_accepted_builds(plain_store: Path, changed_store: Path):
     seen: Counter[bool] = Counter()
 
     @given(
-        tree=trees(stores=[str(plain_store), str(changed_store)], **drawn),
+        tree=trees(stores=[str(plain_store), str(changed_store)]),
         world_size=st.sampled_from([1, 1, 2, 3]),
     )
-    @fuzzed(examples)
+    @fuzzed(50)
     def check(tree: dict[str, Any], world_size: int) -> None:
         seen[accepted(tree, world_size)] += 1
 
     check()
     share = seen[True] / seen.total()
     print(f"{seen.total()} configurations, {share:.0%} accepted")
-    assert drawn or 0.15 < share < 0.9
+    assert 0.15 < share < 0.9

@@ -60,7 +60,7 @@ def outcome(argv: list[str], *, needs_data: bool = True) -> Config | ConfigError
 
 
 @given(tree=trees())
-@fuzzed(60)
+@fuzzed(40)
 def test_any_tree_is_accepted_or_refused(tmp_path: Path, tree: dict):
     """As a file, whose dump goes round, and as plain values, which the configuration holds."""
     file = tmp_path / "tree.yaml"
