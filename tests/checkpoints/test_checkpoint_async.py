@@ -30,19 +30,13 @@ def state_at(folder: Path) -> dict[str, torch.Tensor]:
     return everything(run)
 
 
-def check_training_does_not_reach_what_was_staged(folder: Path, buffers: HostBuffers | None) -> None:
-    run = Run(folder).train(2)
+def test_training_changes_nothing_of_what_was_staged(tmp_path):
+    run = Run(tmp_path).train(2)
     before = everything(run)
-    taken = staged(run, buffers)
+    taken = staged(run, HostBuffers())
     run.train(3)
     run.store.write(taken)
-    assert same_bits(state_at(folder), before)
-
-
-def test_training_changes_nothing_of_what_was_staged(tmp_path):
-    check_training_does_not_reach_what_was_staged(tmp_path / "copied", HostBuffers())
-    with pytest.raises(AssertionError):
-        check_training_does_not_reach_what_was_staged(tmp_path / "live", None)
+    assert same_bits(state_at(tmp_path), before)
 
 
 def test_scalars_scaler_and_facts_are_those_of_the_staged_step(tmp_path):

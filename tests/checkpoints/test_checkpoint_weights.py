@@ -151,9 +151,6 @@ def test_a_failed_export_leaves_the_last_one(tmp_path, tokenizer_folder, monkeyp
     assert list((tmp_path / "weights").iterdir()) == [before]
 
 
-# Large ones: in shards that everybody opens. Text ends where a turn ends.
-
-
 def test_weights_are_not_a_resume_source(tmp_path, tokenizer_folder):
     path = write(tmp_path / "weights", tokenizer_folder)
     with pytest.raises(CheckpointError, match="expected a checkpoint"):
@@ -203,9 +200,6 @@ def test_text_ends_where_a_turn_ends_too(tmp_path, tokens, template, expected):
     generation = json.loads((path / "generation_config.json").read_text())
     assert generation["eos_token_id"] == expected
     assert json.loads((path / "config.json").read_text())["eos_token_id"] == 2
-
-
-# The best weights: whole or the ones before, whatever interrupts their replacement.
 
 
 @pytest.fixture

@@ -10,12 +10,9 @@ import torch
 from llm_pretrain.config import loading as module
 from llm_pretrain.config.loading import (
     dump_yaml,
-    from_dict,
     load_config,
     multiplies_in_bf16,
-    resolve_precision,
 )
-from llm_pretrain.config.tree import Config
 from llm_pretrain.training.trainer import config_diff
 
 SOURCES = ("--data.sources", "[{store: x}]")
@@ -33,11 +30,6 @@ def test_a_loaded_configuration_is_concrete(
     with pytest.raises(SystemExit):
         load_config(["--print_config"])
     assert f"precision: {precision}\n" in capsys.readouterr().out
-
-
-def test_a_tree_that_is_only_read_keeps_auto():
-    assert from_dict({}).training.precision == Config().training.precision == "auto"
-    assert resolve_precision(Config()).training.precision in ("fp32", "bf16")
 
 
 MKLDNN, AVX512_BF16, AMX = "mkldnn", "avx512_bf16", "amx"

@@ -142,11 +142,6 @@ def test_values_on_the_edge_pass(settings):
     assert validate(config(**settings)) == []
 
 
-def test_a_warm_up_longer_than_the_run_says_what_to_do():
-    (line,) = validate(config(schedule__warmup_steps=4, training__max_steps=2))
-    assert line.endswith("training.max_steps = 2, found 4; lower it, or raise training.max_steps")
-
-
 FSDP = {"distributed__strategy": "fsdp"}
 PP2, PP4 = (FSDP | {"pp_size": size} for size in (2, 4))
 TP4 = FSDP | {"tp_size": 4, "model__num_attention_heads": 8, "model__num_key_value_heads": 4}
