@@ -30,7 +30,8 @@ def state_at(folder: Path) -> dict[str, torch.Tensor]:
     return everything(run)
 
 
-def test_training_changes_nothing_of_what_was_staged(tmp_path):
+def test_training_changes_nothing_of_what_was_staged(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "BUFFER_BYTES", 512)  # several buffers
     run = Run(tmp_path).train(2)
     before = everything(run)
     taken = staged(run, HostBuffers())

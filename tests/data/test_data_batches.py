@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 import subprocess
@@ -37,6 +36,14 @@ from llm_pretrain.errors import DataError, ResourceError
 from llm_pretrain.training.trainer import windows
 
 TENSORS = ("input_ids", "position_ids", "document_ids", "labels", "loss_mask", "digest", "document_offsets")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A loader's end waits twice 5 s for a worker that ignores signals; a training process kills it."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.01)
+    yield
+    loading._end_workers()
 
 
 def equal(first: Batch, second: Batch) -> bool:
@@ -148,18 +155,12 @@ def test_an_error_in_a_worker_is_one_line(
     error: Exception | None,
     expected: type[Exception],
     message: str,
-    monkeypatch: pytest.MonkeyPatch,
 ):
-    # a loader's end waits twice so long for a worker that ignores signals; a training process kills it
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.01)
     sampler = global_batches(make_config(store), start_step=0).batch_sampler
     loader = loading._loader(Faulty(error), sampler, 1)  # type: ignore[arg-type]
     with pytest.raises(expected, match=message) as caught:
         next(windows(loader, 2))
     assert "\n" not in str(caught.value)
-    del loader, caught
-    gc.collect()
-    loading._end_workers()
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
@@ -221,9 +222,8 @@ SCRIPT = """if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "is_killed", [pytest.param(False, marks=pytest.mark.slow), True], ids=["ends", "killed"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [False, True], ids=["ends", "killed"])
 def test_workers_end_with_the_training_process(masked_store: TokenStore, tmp_path: Path, is_killed: bool):
     """It takes one batch, prints its children's ids, and ends in the midst of an epoch without waiting."""
     script = tmp_path / "script.py"
