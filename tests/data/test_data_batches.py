@@ -163,7 +163,10 @@ def test_an_error_in_a_worker_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionResetError(104, "Connection reset by peer"), EOFError(), FileNotFoundError(2, "No such")],
+)
 def test_a_worker_that_ends_while_it_hands_over_a_batch_is_one_line(error: Exception):
     def batches_of_a_killed_worker() -> Iterator[Batch]:
         raise error
