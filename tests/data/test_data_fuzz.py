@@ -73,7 +73,7 @@ def use_store(path: Path) -> None:
         check_message(error)
 
 
-@fuzzed(40)
+@fuzzed(25)
 @given(st.data())
 def test_any_files_of_a_store_whether_their_digests_fit_or_not(
     sound_store: Path, facts: dict[str, Any], data: st.DataObject

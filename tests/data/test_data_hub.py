@@ -110,11 +110,11 @@ def test_a_preparation_resumes_after_a_broken_connection(
 
     def breaking(self: Any, batch_size: int) -> Iterator[Any]:
         yield next(original(self, batch_size))
-        raise ConnectionError("hung up")
+        raise ConnectionError("the other side\nhung up")
 
     with monkeypatch.context() as patch:
         patch.setattr(datasets.IterableDataset, "iter", breaking)
-        with pytest.raises(DataError, match="hung up; start again to continue"):
+        with pytest.raises(DataError, match="the other side hung up; start again to continue"):
             prepare_store(preparation)
     notices: list[str] = []
     store = prepare_store(replace(preparation, notice=notices.append))
