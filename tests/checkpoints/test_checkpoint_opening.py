@@ -3,37 +3,27 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from support.launching import checkpoint_tensors, train_tiny
+from support.finished_runs import FinishedRun
+from support.launching import checkpoint_tensors
 
 from llm_pretrain.checkpoints.opening import open_model
 from llm_pretrain.errors import CheckpointError
 
 
-@pytest.fixture(scope="module")
-def trained(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_tiny(
-        plain_store,
-        tmp_path_factory.mktemp("opening") / "run",
-        *("--training.max_steps", "3", "--schedule.warmup_steps", "1"),
-        *("--evaluation.eval_steps", "0", "--checkpoint.save_steps", "1"),
-        # YaRN's original context is derived where it is not set, as here
-        *("--model.rope_type", "yarn", "--model.rope_factor", "2"),
-    ).folder
-
-
 @pytest.fixture
-def folder(trained: Path, tmp_path: Path) -> Path:
-    """A copy to damage: checkpoints and weights of steps 2 and 3."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+def folder(finished_run: Callable[[str], FinishedRun], tmp_path: Path) -> Path:
+    """A copy to damage: checkpoints and weights of steps 2 and 4."""
+    return finished_run("mixture").copy(tmp_path / "run").folder
 
 
-def test_a_checkpoint_is_read_to_the_last_bit(trained: Path):
-    opened = open_model(trained / "checkpoints" / "step-00000002")
-    saved = checkpoint_tensors(trained, 2)
+def test_a_checkpoint_is_read_to_the_last_bit(folder: Path):
+    opened = open_model(folder / "checkpoints" / "step-00000002")
+    saved = checkpoint_tensors(folder, 2)
     state = opened.model.state_dict()
     assert all(torch.equal(state[name], saved[name]) for name in state if name in saved)
     assert (
@@ -59,11 +49,10 @@ def test_what_a_folder_stands_for(folder: Path):
     def found(name: str) -> str:
         return str(open_model(folder / name).path.relative_to(folder))
 
-    assert found("") == found("checkpoints") == found("checkpoints/step-00000003")
-    assert found("weights") == "weights/step-00000003"
-    shutil.copytree(folder / "weights" / "step-00000003", folder / "weights" / "step-00000007")
+    assert found("") == found("checkpoints") == found("checkpoints/step-00000004")
+    assert found("weights") == "weights/step-00000004"
+    shutil.copytree(folder / "weights" / "step-00000004", folder / "weights" / "step-00000007")
     assert found("") == "weights/step-00000007"
-    shutil.copytree(folder / "weights" / "step-00000002", folder / "weights" / "best")
     (folder / "weights" / "best" / "best.json").write_text('{"step": 2, "eval/loss": 1.5}')
     best = open_model(folder / "weights" / "best")
     assert (best.kind, best.step) == ("weights", 2)
@@ -75,7 +64,7 @@ def test_the_tokenizer_is_found_where_the_store_is_gone(folder: Path, tmp_path: 
     config = (folder / "config.yaml").read_text()
     store = open_model(folder).run.data.sources[0].store
     (folder / "config.yaml").write_text(config.replace(store, str(tmp_path / "gone")))
-    assert open_model(folder).tokenizer_folder == folder / "weights" / "step-00000003"
+    assert open_model(folder).tokenizer_folder == folder / "weights" / "step-00000004"
     for file in (folder / "weights").glob("*/tokenizer.json"):
         file.write_text(file.read_text() + " ")  # not the tokenizer that the run was trained with
     assert open_model(folder).tokenizer_folder is None
@@ -110,7 +99,7 @@ def flip_a_bit(file: Path) -> None:
     ids=["bit", "no-config", "broken-config", "other-config"],
 )
 def test_damage_is_named_in_one_line(folder: Path, damage, message):
-    path = folder / "checkpoints" / "step-00000003"
+    path = folder / "checkpoints" / "step-00000004"
     damage(path)
     with pytest.raises(CheckpointError, match=message) as caught:
         open_model(path)
@@ -126,7 +115,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def test_a_broken_json_beside_weights_is_named(folder: Path):
-    path = folder / "weights" / "step-00000003"
+    path = folder / "weights" / "step-00000004"
     (path / "generation_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"generation_config\.json: expected .*, found: "):
         open_model(path)
@@ -141,7 +130,7 @@ def test_a_broken_json_beside_weights_is_named(folder: Path):
     "name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"]
 )
 def test_a_pipe_in_weights_is_not_waited_for(folder: Path, name: str):
-    weights = folder / "weights" / "step-00000003"
+    weights = folder / "weights" / "step-00000004"
     (weights / name).unlink()
     os.mkfifo(weights / name)
     if name.startswith(("config", "model")):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import platform
-
 import pytest
 import torch
 from safetensors import safe_open
@@ -14,7 +10,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from llm_pretrain import hardware
-from llm_pretrain.errors import CheckpointError, MismatchError
+from llm_pretrain.errors import MismatchError
 from llm_pretrain.hardware import __version__
 
 
@@ -46,40 +42,14 @@ def test_saving_changes_nothing(tmp_path):
     assert same_bits(everything(saving), everything(plain.train(3)))
 
 
-@pytest.mark.parametrize("pending_gradients", [False, True])
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_moments_reach_any_optimizer(tmp_path, steps_before, pending_gradients):
+def test_moments_reach_an_optimizer_that_has_some(tmp_path):
     first = Run(tmp_path).train(3)
     first.save()
-    resumed = Run(tmp_path, seed=1).train(steps_before)
-    if pending_gradients:
-        resumed.model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+    resumed = Run(tmp_path, seed=1).train(2)
+    resumed.model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
     resumed.restore()
     assert same_bits(everything(resumed), everything(first))
     assert same_bits(everything(resumed.train(1)), everything(first.train(1)))
-
-
-def test_an_optimizer_that_never_stepped_stays_so(tmp_path):
-    first = Run(tmp_path)
-    first.save()
-    assert not first.optimizer.state
-    resumed = Run(tmp_path, seed=1).train(2)
-    resumed.restore()
-    assert not resumed.optimizer.state
-    assert same_bits(everything(resumed.train(2)), everything(first.train(2)))
-
-
-def test_a_parameter_without_state_stays_so(tmp_path):
-    runs = [Run(tmp_path), Run(tmp_path, seed=1)]
-    for run in runs:
-        run.model.experts.requires_grad_(False)
-        run.model.norm.weight.register_hook(lambda gradient: None)
-    runs[0].train(2)
-    runs[0].optimizer.state.pop(runs[0].model.norm.weight)
-    runs[0].save()
-    runs[1].restore()
-    assert same_bits(everything(runs[1]), everything(runs[0]))
-    assert runs[1].model.norm.weight not in runs[1].optimizer.state
 
 
 def test_every_finite_bit_pattern_survives(tmp_path):
@@ -105,24 +75,6 @@ def test_tied_parameters_are_saved_once_and_stay_tied(tmp_path):
     resumed.restore()
     assert resumed.model.lm_head.weight is resumed.model.embed_tokens.weight
     assert "rotary" not in names
-
-
-def test_without_a_checkpoint_nothing_is_touched(tmp_path):
-    run = Run(tmp_path / "none")
-    before = everything(run)
-    assert run.restore() is None
-    assert not run.optimizer.state
-    assert same_bits(everything(run), before)
-    assert run.store.committed() == []
-    assert run.store.committed() == []
-
-
-def test_half_precision_is_not_saved(tmp_path):
-    run = Run(tmp_path)
-    run.model.bfloat16()
-    with pytest.raises(CheckpointError, match="expected a parameter in float32, found bfloat16"):
-        run.save()
-    assert run.store.committed() == []
 
 
 def untie(run: Run) -> None:
@@ -169,21 +121,6 @@ def test_mismatches_are_named_with_both_values(tmp_path):
     assert same_bits(everything(run), before)
 
 
-def test_tensor_mismatches_are_all_named(tmp_path):
-    Run(tmp_path).train(1).save()
-    wider = Run(tmp_path, width=16)
-    wider.model.register_buffer("extra", torch.zeros(2))
-    with pytest.raises(MismatchError) as caught:
-        wider.restore()
-    for text in (
-        "embed_tokens.weight is float32[32, 8] in the checkpoint, float32[32, 16] here",
-        "experts is float32[3, 8, 8] in the checkpoint, float32[3, 16, 16] here",
-        "norm.weight is float32[8] in the checkpoint, float32[16] here",
-        "extra is absent in the checkpoint, float32[2] here",
-    ):
-        assert text in str(caught.value)
-
-
 def test_hyper_parameters_are_the_configurations(tmp_path):
     first = Run(tmp_path).train(1)
     first.optimizer.param_groups[0]["lr"] = 0.1 + 0.2
@@ -205,19 +142,6 @@ def make_scaler(**options) -> GradScaler:
     if scaler.is_enabled():
         scaler.scale(torch.ones(()))
     return scaler
-
-
-def test_scaler_is_restored_exactly(tmp_path):
-    first = Run(tmp_path).train(1)
-    first.scaler = make_scaler(init_scale=3.0, growth_interval=5)
-    first.scaler.update(new_scale=float(torch.tensor(1 / 3)))
-    first.save()
-    resumed = Run(tmp_path)
-    resumed.scaler = make_scaler()
-    found = resumed.restore()
-    assert resumed.scaler.state_dict() == first.scaler.state_dict()
-    assert found is not None
-    assert found.warnings == []
 
 
 FRESH, UNUSED = "the checkpoint has no loss scale: it starts at 1024", "loss scale 8 is not used"
@@ -270,32 +194,3 @@ def test_what_has_changed_on_the_machine_is_told(tmp_path, monkeypatch, change, 
     found = Run(tmp_path).restore()
     assert found is not None
     assert [warning.split(" when ")[0] for warning in found.warnings] == expected
-
-
-def test_manifest_tells_everything(tmp_path):
-    run = Run(tmp_path).train(3)
-    run.scaler = make_scaler()
-    path = run.save()
-    content = json.loads((path / "manifest.json").read_text())
-    assert content["format_version"] == 1
-    assert content["run"] == dataclasses.asdict(run.facts())
-    assert content["environment"]["torch"] == torch.__version__
-    assert content["environment"]["llm_pretrain"] == hardware.__version__
-    assert content["environment"]["python"] == platform.python_version()
-    assert content["tensors"]["optimizer.state.experts.exp_avg"] == {"dtype": "float32", "shape": [3, 8, 8]}
-    assert content["scalars"]["optimizer.state.experts.step"] == {"dtype": "float32", "value": 3.0}
-    assert content["scalars"]["updates"] == {"dtype": "int64", "value": 3}
-    assert [group["weight_decay"] for group in content["optimizer"]["groups"]] == [0.1, 0.0]
-    assert content["scaler"]["scale"] == 65536.0
-    files = {file.name: file.stat().st_size for file in path.iterdir() if file.name != "manifest.json"}
-    assert {name: entry["bytes"] for name, entry in content["files"].items()} == files
-
-
-def test_extra_comes_back_as_json(tmp_path):
-    run = Run(tmp_path).train(1)
-    others = {"tiny": 5e-324, "large": 2**63 + 1, "a byte that is no text": "\udcff", "zero": "\0"}
-    extra = {"order": {10: (1, 2), 9: None}, **others}
-    run.save(extra=extra)
-    found = run.restore()
-    assert found is not None
-    assert found.run.extra == {"order": {"10": [1, 2], "9": None}, **others}

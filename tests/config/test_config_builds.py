@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.config_trees import trees
 from support.fuzzing import fuzzed
-from support.launching import train
 
-from llm_pretrain.config.loading import dump_yaml, from_dict, resolve_model, validate
+from llm_pretrain.config.loading import from_dict, resolve_model, validate
 from llm_pretrain.config.schema import field_types
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import evaluation_batches, global_batches
@@ -103,63 +101,19 @@ def accepted(tree: dict[str, Any], world_size: int) -> bool:
     return True
 
 
-# Any settings; and fewer from the edges of their types, without those that a training cannot have.
-WIDE = {}
-EDGES = {"edges": 12, "most": 2, "without": {"data.num_workers"}}
-
-
 @pytest.mark.fuzz
-@pytest.mark.parametrize(("drawn", "examples"), [(WIDE, 60), (EDGES, 40)], ids=["any", "edges"])
-def test_whatever_is_accepted_builds(
-    plain_store: Path, changed_store: Path, drawn: dict[str, Any], examples: int
-):
+def test_whatever_is_accepted_builds(plain_store: Path, changed_store: Path):
     seen: Counter[bool] = Counter()
 
     @given(
-        tree=trees(stores=[str(plain_store), str(changed_store)], **drawn),
+        tree=trees(stores=[str(plain_store), str(changed_store)]),
         world_size=st.sampled_from([1, 1, 2, 3]),
     )
-    @fuzzed(examples)
+    @fuzzed(50)
     def check(tree: dict[str, Any], world_size: int) -> None:
         seen[accepted(tree, world_size)] += 1
 
     check()
     share = seen[True] / seen.total()
     print(f"{seen.total()} configurations, {share:.0%} accepted")
-    assert drawn or 0.15 < share < 0.9
-
-
-def one_step(tree: dict[str, Any], folder: Path) -> int:
-    """Exit code of a training of at most two steps; a traceback is the test's failure."""
-    file = folder / "config.yaml"
-    file.write_text(dump_yaml(from_dict(tree)), encoding="utf-8")
-    return train("--config", str(file), "--run.output_dir", str(folder / "run"), "--training.max_steps", "2")
-
-
-@pytest.mark.fuzz
-@pytest.mark.slow
-def test_whatever_is_accepted_trains(
-    plain_store: Path, masked_store: Path, tmp_path_factory: pytest.TempPathFactory
-):
-    """Two steps of it, in this process: finished, diverged, or a refusal that only the data can tell."""
-    codes: Counter[int] = Counter()
-
-    @given(tree=trees(stores=[str(plain_store), str(masked_store)], most=5, edges=3))
-    @fuzzed(6, per_cent=2)
-    def check(tree: dict[str, Any]) -> None:
-        try:
-            config = from_dict(tree)
-        except ConfigError:
-            return
-        tokens = config.training.global_batch_size * config.training.sequence_length
-        if validate(config) or tokens > FEW_TOKENS:
-            return
-        size = count_parameters(replace(config.model, vocab_size=config.model.vocab_size or 320)).total
-        if size > FEW_PARAMETERS or config.evaluation.sample_tokens > 64:
-            return
-        codes[one_step(tree, tmp_path_factory.mktemp("run"))] += 1
-
-    check()
-    print(f"exit codes {dict(codes)}")
-    assert set(codes) <= {0, 2, 65, 70}
-    assert codes[0] > codes.total() / 2
+    assert 0.15 < share < 0.9

@@ -10,12 +10,9 @@ import torch
 from llm_pretrain.config import loading as module
 from llm_pretrain.config.loading import (
     dump_yaml,
-    from_dict,
     load_config,
     multiplies_in_bf16,
-    resolve_precision,
 )
-from llm_pretrain.config.tree import Config
 from llm_pretrain.training.trainer import config_diff
 
 SOURCES = ("--data.sources", "[{store: x}]")
@@ -33,11 +30,6 @@ def test_a_loaded_configuration_is_concrete(
     with pytest.raises(SystemExit):
         load_config(["--print_config"])
     assert f"precision: {precision}\n" in capsys.readouterr().out
-
-
-def test_a_tree_that_is_only_read_keeps_auto():
-    assert from_dict({}).training.precision == Config().training.precision == "auto"
-    assert resolve_precision(Config()).training.precision in ("fp32", "bf16")
 
 
 MKLDNN, AVX512_BF16, AMX = "mkldnn", "avx512_bf16", "amx"
@@ -67,16 +59,12 @@ def test_emulated_bf16_does_not_count(
 
 @pytest.mark.parametrize("native", [True, False])
 def test_a_gpu_decides_where_there_is_one(monkeypatch: pytest.MonkeyPatch, native: bool):
-    asked = []
-
     def supported(including_emulation: bool = True) -> bool:
-        asked.append(including_emulation)
-        return native
+        return native or including_emulation
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert multiplies_in_bf16() is native
-    assert asked == [False]
 
 
 def test_this_cpu_is_what_the_system_says():
@@ -95,12 +83,8 @@ def test_another_precision_than_the_attempt_before_is_reported(
     file = tmp_path / "config.yaml"
     file.write_text(dump_yaml(load_config([*SOURCES])))
     monkeypatch.setattr(module, "multiplies_in_bf16", lambda: False)
-    assert config_diff(file, load_config([*SOURCES])) == ["training.precision: bf16 -> fp32"]
-    changed = load_config(
-        [*SOURCES, "--optimizer.base_hidden_size", "64", "--training.deterministic", "true"]
-    )
+    changed = load_config([*SOURCES, "--optimizer.base_hidden_size", "64"])
     assert config_diff(file, changed) == [
         "optimizer.base_hidden_size: null -> 64",
         "training.precision: bf16 -> fp32",
-        "training.deterministic: false -> true",
     ]

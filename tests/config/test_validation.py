@@ -43,49 +43,30 @@ YARN, FOURFOLD = {"model__rope_type": "yarn"}, {"model__rope_factor": 4.0}
     ("field", "settings"),
     [
         ("model.hidden_size", {"model__hidden_size": 0}),
-        ("model.hidden_size", {"model__hidden_size": -4}),
         ("model.hidden_size", {"model__hidden_size": 100, "model__num_attention_heads": 8}),
         ("model.vocab_size", {"model__vocab_size": 0}),
         ("model.num_attention_heads", {"model__num_attention_heads": 8, "model__num_key_value_heads": 3}),
         ("model.num_attention_heads", {"model__num_attention_heads": 0}),
         ("model.num_key_value_heads", {"model__num_key_value_heads": 0}),
         ("model.head_dim", {"model__head_dim": 7}),
-        ("model.head_dim", {"model__head_dim": 0}),
         ("model.head_dim", {"model__hidden_size": 72, "model__num_attention_heads": 8}),
         ("model.attention_dropout", {"model__attention_dropout": 1.0}),
         ("model.hidden_dropout", {"model__hidden_dropout": -0.1}),
         ("model.rms_norm_eps", {"model__rms_norm_eps": 0.0}),
-        ("model.num_experts", {"model__num_experts": -1}),
         ("model.num_experts_per_tok", {"model__num_experts": 4, "model__num_experts_per_tok": 5}),
         ("model.num_experts_per_tok", {"model__num_experts_per_tok": 0}),
         ("model.first_k_dense_replace", {"model__num_experts": 4, "model__first_k_dense_replace": 9}),
-        ("model.first_k_dense_replace", {"model__first_k_dense_replace": -1}),
         ("model.decoder_sparse_step", {"model__decoder_sparse_step": 0}),
-        ("model.num_experts", {"model__num_experts": 4, "model__first_k_dense_replace": 8}),
-        ("model.num_experts", {"model__num_experts": 4, "model__decoder_sparse_step": 9}),
         ("model.router_aux_loss_coef", {"model__router_aux_loss_coef": -1.0}),
         ("model.n_shared_experts", {"model__num_experts": 4, "model__n_shared_experts": -1}),
         ("model.n_shared_experts", {"model__n_shared_experts": 1}),
         ("model.scoring_func", {"model__scoring_func": "sigmoid"}),
         ("model.routed_scaling_factor", {"model__routed_scaling_factor": 2.5}),
-        ("model.routed_scaling_factor", {"model__num_experts": 4, "model__routed_scaling_factor": 0.0}),
         ("model.router_aux_loss_scope", {"model__router_aux_loss_scope": "global_batch"}),
         ("model.router_bias_update_rate", {"model__router_bias_update_rate": 0.001}),
-        ("model.rope_factor", {"model__rope_factor": 4.0}),
         ("model.rope_factor", {"model__rope_type": "linear", "model__rope_factor": 0.5}),
-        ("model.rope_factor", {**YARN, "model__rope_factor": 0.5}),
-        ("model.rope_factor", {**YARN, "model__rope_factor": 0.0}),
         ("model.original_max_position_embeddings", {"model__original_max_position_embeddings": 64}),
-        (
-            "model.original_max_position_embeddings",
-            {"model__rope_type": "linear", "model__original_max_position_embeddings": 64},
-        ),
-        ("model.original_max_position_embeddings", {"model__original_max_position_embeddings": 0}),
         ("model.max_position_embeddings", {**YARN, "model__rope_factor": 3.0}),
-        (
-            "model.max_position_embeddings",
-            {**YARN, **FOURFOLD, "model__original_max_position_embeddings": 65536},
-        ),
         (
             "model.max_position_embeddings",
             {**YARN, **FOURFOLD, "model__original_max_position_embeddings": 4096},
@@ -94,62 +75,35 @@ YARN, FOURFOLD = {"model__rope_type": "yarn"}, {"model__rope_factor": 4.0}
             "model.rope_theta",
             {**YARN, "model__rope_factor": 2.0, "model__rope_theta": 0.5},
         ),
-        ("model.router_bias_update_rate", {"model__router_bias_update_rate": -1.0}),
         ("optimizer.adam_beta1", {"optimizer__adam_beta1": 1.0}),
-        ("optimizer.adam_beta2", {"optimizer__adam_beta2": -0.5}),
         ("optimizer.learning_rate", {"optimizer__learning_rate": 0.0}),
         ("optimizer.learning_rate", {"optimizer__learning_rate": float("nan")}),
         ("optimizer.weight_decay", {"optimizer__weight_decay": float("inf")}),
-        ("schedule.warmup_steps", {"schedule__warmup_steps": 11, "training__max_steps": 10}),
-        (
-            "schedule.min_learning_rate",
-            {"schedule__min_learning_rate": 0.1, "optimizer__learning_rate": 0.01},
-        ),
-        ("schedule.decay_steps", {"schedule__decay_steps": 0}),
         ("schedule.decay_steps", {"schedule__name": "wsd", "schedule__decay_steps": 1001}),
-        ("training.max_steps", {"training__max_steps": 0}),
         ("training.max_grad_norm", {"training__max_grad_norm": -1.0}),
         ("training.sequence_length", {"training__sequence_length": 40000}),
-        ("training.sequence_length", {"training__sequence_length": -1}),
         ("training.micro_batch_size", {"training__micro_batch_size": 0}),
-        ("training.global_batch_size", {"training__global_batch_size": -64}),
-        ("training.global_batch_size", {"training__global_batch_size": 63}),
-        ("checkpoint.keep_last", {"checkpoint__keep_last": 1}),
         ("checkpoint.resume", {"checkpoint__resume": "no/such/folder"}),
-        ("checkpoint.resume", {"checkpoint__resume": ""}),
         ("evaluation.max_batches", {"evaluation__max_batches": 0}),
         ("logging.logging_steps", {"logging__logging_steps": 0}),
         ("distributed.cpu_threads", {"distributed__cpu_threads": 0}),
         ("run.seed", {"run__seed": -1}),
         ("run.output_dir", {"run__output_dir": "~/runs/x"}),
         ("data.sources", {"data__sources": []}),
-        ("data.sources[0].weight", sources({"store": "x", "weight": 0})),
         ("data.sources[1].weight", sources({"store": "x"}, {"store": "y", "weight": -1})),
-        ("data.sources[1].name", sources({"store": "x/same"}, {"store": "y/same"})),
         ("data.sources[1].name", sources({"store": "x/b"}, {"store": "y/c", "name": "b"})),
         ("data.sources[0].name", sources({"store": "my store"}, {"store": "b"})),
-        ("data.sources[0].name", sources({"store": "über"}, {"store": "b"})),
-        ("data.sources[0].name", sources({"store": "/"}, {"store": "b"})),
-        ("data.sources[0].name", sources({"store": "a", "name": "x/y"})),
         ("data.sources[0].name", sources({"store": "a", "name": ""})),
         ("data.sources[0].name", sources({"store": "a", "name": "x" * 65}, {"store": "b"})),
-        ("data.sources[0].name", sources({"store": "a", "name": ".."}, {"store": "b"})),
         ("data.sources[0].weight", mixed([0, 1])),
-        ("data.sources[0].weight", mixed([0, 1], (3, [0, 1]))),
-        ("data.sources[1].weight", mixed([1, float("nan")])),
-        ("data.sources[1].weight", mixed([1, -1], (3, [1, 1]))),
         ("data.sources", mixed([0, 0], (3, [1, 1]))),
         ("data.sources[0].weight", mixed([1.5e308, 1])),
         ("data.weight_changes[0].step", mixed([1, 1], (-1, [1, 1]))),
-        ("data.weight_changes[1].step", mixed([1, 1], (5, [1, 1]), (5, [1, 1]))),
         ("data.weight_changes[1].step", mixed([1, 1], (5, [1, 1]), (4, [1, 1]), (6, [1, 1]))),
         ("data.weight_changes[0].weights", mixed([1, 1], (5, [1]))),
-        ("data.weight_changes[0].weights", mixed([1, 1], (5, [1, 1, 1]))),
-        ("data.weight_changes[0].weights", mixed([1, 1], (5, []))),
         ("data.weight_changes[0].weights", mixed([1, 1], (5, [0, 0]))),
         ("data.weight_changes[0].weights[0]", mixed([1, 1], (5, [1.5e308, 1]))),
         ("data.weight_changes[0].weights[1]", mixed([1, 1], (5, [1, -0.5]))),
-        ("data.weight_changes[0].weights[0]", mixed([1, 1], (5, [float("inf"), 1]))),
         ("data.weight_changes[0].weights[0]", mixed([1, 1], (5, [float("nan"), 1]))),
     ],
 )
@@ -160,28 +114,20 @@ def test_one_wrong_value_is_one_line_that_names_it(field, settings):
     assert "\n" not in lines[0]
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a b", ".a", "-a", "a\n", "ä", "a" * 129])
-def test_a_run_name_is_a_plain_file_name(name):
-    assert [line.partition(":")[0] for line in validate(config(run__name=name))] == ["run.name"]
-
-
-@pytest.mark.parametrize("name", ["a", "A-1_b.c", "2024", "_x", "a" * 128])
-def test_plain_run_names_pass(name):
-    assert validate(config(run__name=name)) == []
+def test_a_run_name_is_a_plain_file_name():
+    for name in ("", "..", "a/b", "a b", ".a", "-a", "a\n", "ä", "a" * 129):
+        assert [line.partition(":")[0] for line in validate(config(run__name=name))] == ["run.name"]
+    for name in ("A-1_b.c", "2024", "_x", "a" * 128):
+        assert validate(config(run__name=name)) == []
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"schedule__warmup_steps": 1000},
         {"schedule__min_learning_rate": 1e-3},
         {"model__head_dim": 64, "model__hidden_size": 100},
         {"model__num_experts": 4, "model__num_experts_per_tok": 4},
-        {"model__num_experts": 4, "model__router_aux_loss_scope": "global_batch"},
-        {"model__num_experts": 4, "model__first_k_dense_replace": 7},
-        {"model__num_experts": 4, "model__decoder_sparse_step": 8},
-        {"training__sequence_length": 32768},
         {"checkpoint__resume": "/"},
         {"schedule__name": "wsd", "schedule__decay_steps": 1000},
         sources({"store": "x/same"}, {"store": "y/same", "name": "other"}),
@@ -194,11 +140,6 @@ def test_plain_run_names_pass(name):
 )
 def test_values_on_the_edge_pass(settings):
     assert validate(config(**settings)) == []
-
-
-def test_a_warm_up_longer_than_the_run_says_what_to_do():
-    (line,) = validate(config(schedule__warmup_steps=4, training__max_steps=2))
-    assert line.endswith("training.max_steps = 2, found 4; lower it, or raise training.max_steps")
 
 
 FSDP = {"distributed__strategy": "fsdp"}
@@ -334,9 +275,9 @@ def test_no_layer_routes_agrees_with_the_tree():
                 assert bool(lines) == (not model.moe_layers)
 
 
-@pytest.mark.parametrize("micro", [1, 3, 6, 8])
-@pytest.mark.parametrize("total", [1, 7, 50, 64, 96])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("micro", [1, 6, 8])
+@pytest.mark.parametrize("total", [7, 50, 96])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_the_sizes_that_would_work_do(total, micro, world_size):
     candidate = config(training__global_batch_size=total, training__micro_batch_size=micro)
     lines = validate(candidate, world_size)
@@ -355,11 +296,6 @@ def test_the_sizes_that_would_work_do(total, micro, world_size):
             assert total % (size * world_size) == 0
     else:
         assert f"no training.micro_batch_size works with {total} on {world_size} processes" in advice
-
-
-def test_data_may_be_left_out_where_no_run_needs_it():
-    assert validate(Config(), needs_data=False) == []
-    assert len(validate(Config())) == 1
 
 
 def test_a_name_that_stands_twice_is_reported_with_both_places():
@@ -406,27 +342,11 @@ def test_a_kernel_for_cuda_is_refused_on_a_cpu(value: str):
 CURVE = [PredictedLoss(10, 4.0, 3.8, 4.2), PredictedLoss(20, 3.0, 2.9, 3.3)]
 
 
-def test_it_is_interpolated_between_its_steps():
+def test_a_prediction_is_interpolated_between_its_steps():
     config = EvaluationConfig(prediction=CURVE)
-    assert config.predicted(10) == CURVE[0]
+    assert [config.predicted(each.step) for each in CURVE] == CURVE, "to the last bit"
     assert config.predicted(15) == PredictedLoss(15, 3.5, pytest.approx(3.35), pytest.approx(3.75))
-    assert config.predicted(20) == CURVE[1]
     assert config.predicted(9) is None
     assert config.predicted(21) is None
-    uneven = [
-        PredictedLoss(0, 9.0, 0.1, 99.0),
-        PredictedLoss(3, 0.7, 0.1, 99.0),
-        PredictedLoss(7, 0.3, 0.2, 0.6),
-    ]
-    config = EvaluationConfig(prediction=uneven)
-    assert [config.predicted(each.step) for each in uneven] == uneven, "to the last bit"
-    between = config.predicted(1)
-    assert between is not None
-    assert between.losses[1:] == (0.1, 99.0)
-
-
-def test_one_entry_is_of_its_step_alone():
-    config = EvaluationConfig(prediction=CURVE[:1])
-    assert config.predicted(10) == CURVE[0]
-    assert config.predicted(11) is None
+    assert EvaluationConfig(prediction=CURVE[:1]).predicted(11) is None
     assert EvaluationConfig().predicted(0) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +110,7 @@ def check(batch: Batch, expected: dict[str, torch.Tensor]) -> None:
     assert batch.num_loss_tokens == int(expected["loss_mask"].sum())
 
 
-@fuzzed(80)
+@fuzzed(50)
 @given(data=st.data())
 def test_every_batch_equals_a_slow_reference(stores: list[TokenStore], data: st.DataObject):
     """Random packings, lengths, mixtures and orders of rows; the masked and the sharded among them."""
@@ -129,17 +128,6 @@ def test_every_batch_equals_a_slow_reference(stores: list[TokenStore], data: st.
     assembler = Assembler(sources, length, isolate_documents=isolate)
     expected = plain_assembly(sources, samples, length, isolate=isolate, slot=3)
     check(assembler.assemble(samples, step=0, micro_batch=0, slot=3), expected)
-
-
-def test_an_assembler_can_be_pickled(stores: list[TokenStore]):
-    sources = [PackedSource(s, "train", pack(s.split("train").offsets, 30, "best_fit")) for s in stores]
-    assembler = Assembler(sources, 30, isolate_documents=True)
-    again = pickle.loads(pickle.dumps(assembler))
-    samples = [(2, 1), (0, 3), (1, 5)]
-    check(
-        again.assemble(samples, step=0, micro_batch=0, slot=0),
-        plain_assembly(sources, samples, 30, isolate=True, slot=0),
-    )
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -26,10 +24,8 @@ from torch.utils.data import DataLoader
 
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data import loader as loading
-from llm_pretrain.data.assembly import Batch, padded_offsets
+from llm_pretrain.data.assembly import Batch
 from llm_pretrain.data.loader import (
-    MicroBatches,
-    MicroBatchSampler,
     evaluation_batches,
     global_batches,
     sequences_per_epoch,
@@ -40,6 +36,14 @@ from llm_pretrain.errors import DataError, ResourceError
 from llm_pretrain.training.trainer import windows
 
 TENSORS = ("input_ids", "position_ids", "document_ids", "labels", "loss_mask", "digest", "document_offsets")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A loader's end waits twice 5 s for a worker that ignores signals; a training process kills it."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.01)
+    yield
+    loading._end_workers()
 
 
 def equal(first: Batch, second: Batch) -> bool:
@@ -58,8 +62,7 @@ def one_epoch(store: TokenStore, **options: object) -> list[Batch]:
     return batches_of(make_config(store, max_steps=count, **sizes))
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "concat", "pad"])
-@pytest.mark.parametrize("sequence_length", [16, 200])
+@pytest.mark.parametrize(("packing", "sequence_length"), [("best_fit", 16), ("concat", 200), ("pad", 16)])
 def test_an_epoch_trains_on_every_target_once(masked_store: TokenStore, packing: str, sequence_length: int):
     """Counts (input, label) pairs: a label across documents, a token lost or doubled changes the count."""
     expected: Counter[tuple[int, int]] = Counter()
@@ -72,13 +75,6 @@ def test_an_epoch_trains_on_every_target_once(masked_store: TokenStore, packing:
         found.update(zip(batch.input_ids[mask].tolist(), batch.labels[mask].tolist(), strict=True))
     assert found == expected
     assert found.total() == masked_store.facts["splits"]["train"]["targets"]
-
-
-def test_there_is_always_an_offset_at_the_end():
-    for pieces in (1, 63, 64, 127, 128):
-        offsets = padded_offsets(np.arange(pieces), 500)
-        assert offsets.tolist() == list(range(pieces)) + [500] * (len(offsets) - pieces)
-        assert len(offsets) == {1: 64, 63: 64, 64: 128, 127: 128, 128: 256}[pieces]
 
 
 def test_the_samples_do_not_depend_on_the_split_into_micro_batches(masked_store: TokenStore):
@@ -94,7 +90,7 @@ def test_the_samples_do_not_depend_on_the_split_into_micro_batches(masked_store:
         return torch.cat([b.input_ids for b in found]), torch.stack(digests), tokens  # type: ignore[arg-type]
 
     reference = rows(1, 1)
-    for world_size, micro_batch_size in [(1, 8), (2, 4), (2, 1), (4, 2), (8, 1)]:
+    for world_size, micro_batch_size in [(1, 8), (2, 1), (4, 2)]:
         ids, digests, tokens = rows(world_size, micro_batch_size)
         assert torch.equal(ids, reference[0])
         assert torch.equal(digests, reference[1])
@@ -109,21 +105,11 @@ def test_starting_at_a_step_continues_the_sequence(masked_store: TokenStore):
     assert not batches_of(config, start_step=6)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), EOFError("unexpected EOF")],
-    ids=["fork", "server"],
-)
-def test_a_limit_on_processes_is_one_line(store: TokenStore, error: Exception, monkeypatch):
-    """The fork server cannot be started, or ends because it cannot start a worker."""
-
+def test_a_limit_on_processes_is_one_line(store: TokenStore, monkeypatch):
     def fail(*_: object) -> None:
-        raise error
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    if isinstance(error, OSError):
-        monkeypatch.setattr(loading.resource_tracker, "ensure_running", fail)
-    monkeypatch.setattr(loading.forkserver, "ensure_running", lambda: None)
-    monkeypatch.setattr(loading.forkserver, "connect_to_new_process", fail)
+    monkeypatch.setattr(loading.resource_tracker, "ensure_running", fail)
     with pytest.raises(ResourceError, match=r"^data\.num_workers: expected .* processes \(ulimit -u\)$"):
         iter(global_batches(make_config(store, num_workers=1), start_step=0))
 
@@ -169,18 +155,12 @@ def test_an_error_in_a_worker_is_one_line(
     error: Exception | None,
     expected: type[Exception],
     message: str,
-    monkeypatch: pytest.MonkeyPatch,
 ):
-    # a loader's end waits twice so long for a worker that ignores signals; a training process kills it
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.01)
     sampler = global_batches(make_config(store), start_step=0).batch_sampler
     loader = loading._loader(Faulty(error), sampler, 1)  # type: ignore[arg-type]
     with pytest.raises(expected, match=message) as caught:
         next(windows(loader, 2))
     assert "\n" not in str(caught.value)
-    del loader, caught
-    gc.collect()
-    loading._end_workers()
 
 
 @pytest.mark.parametrize(
@@ -225,30 +205,6 @@ def test_batches_are_ready_before_a_slow_consumer_asks(store: TokenStore, tmp_pa
         assert len(list(tmp_path.iterdir())) == ahead
 
 
-@pytest.mark.parametrize(("at_once", "sizes"), [(1, [1, 1, 1, 1]), (3 * 2 * 64, [3, 1]), (1 << 16, [4])])
-def test_no_more_than_a_step_is_assembled_together(
-    masked_store: TokenStore, monkeypatch: pytest.MonkeyPatch, at_once: int, sizes: list[int]
-):
-    """Four micro batches of 2 x 64 a step; whatever is assembled with a batch, it is the same batch."""
-    monkeypatch.setattr(loading, "_TOKENS_PER_GROUP", at_once)
-    loader = global_batches(make_config(masked_store, max_steps=3), start_step=0)
-    samples: MicroBatches = loader.dataset  # type: ignore[assignment]
-    together, assemble = [], samples.assembler.assemble_together
-
-    def watched(parts: list[list[tuple[int, int]]], **places: object) -> list[Batch]:
-        together.append(len(parts))
-        return assemble(parts, **places)  # type: ignore[arg-type]
-
-    samples.assembler.assemble_together = watched  # type: ignore[method-assign]
-    iterator = iter(loader)
-    next(iterator)
-    assert together == sizes[:1]
-    found = [next(iterator) for _ in range(11)]
-    assert together == sizes * 3
-    alone = [samples.__getitems__([2 * k, 2 * k + 1]) for k in range(1, 12)]
-    assert all(equal(one, other) for one, other in zip(found, alone, strict=True))
-
-
 def test_accelerate_keeps_the_workers(store: TokenStore):
     loader = global_batches(make_config(store, num_workers=2), start_step=0)
     prepared, ours = prepared_by_accelerate(loader, 1), shard(loader, 1, 2)
@@ -269,6 +225,7 @@ SCRIPT = """if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_killed", [False, True], ids=["ends", "killed"])
 def test_workers_end_with_the_training_process(masked_store: TokenStore, tmp_path: Path, is_killed: bool):
     """It takes one batch, prints its children's ids, and ends in the midst of an epoch without waiting."""
@@ -311,9 +268,9 @@ def test_stop_signals_to_the_process_group_leave_workers_alone(store: TokenStore
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         for member in family:
             member.send_signal(number)
-        gone, _ = psutil.wait_procs(family, timeout=0.3)
-        assert not gone, number.name
-        next(iterator)
+    gone, _ = psutil.wait_procs(family, timeout=0.3)
+    assert not gone
+    next(iterator)
 
 
 def test_evaluation_covers_the_whole_split_once_in_a_fixed_order(masked_store: TokenStore):
@@ -331,10 +288,3 @@ def test_evaluation_covers_the_whole_split_once_in_a_fixed_order(masked_store: T
     assert total == masked_store.facts["splits"]["validation"]["targets"]
     limited = rows(2, max_batches=1, global_batch_size=4)
     assert torch.equal(limited, reference[:4])
-
-
-def test_a_sampler_can_be_sliced_again_and_again():
-    sampler = MicroBatchSampler(range(4, 16), 3)
-    assert len(sampler[1::2]) == 6
-    assert next(iter(sampler[1::2])) == [15, 16, 17]
-    assert list(sampler[1::2][::3]) == [list(batch) for batch in list(sampler)[1::2][::3]]

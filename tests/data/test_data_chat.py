@@ -148,9 +148,6 @@ END_INSIDE_MARKS = """{% for message in messages %}{{ '<|im_start|><|start_heade
 {% else %}{{ message.content }}<|im_end|>{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|><|start_header_id|>assistant' }}{% endif %}"""
 END_INSIDE = CALL_INSIDE.replace("<|/call|>", "<|im_end|>;")
-BREAK_AFTER_ALL = CALL_INSIDE.replace("\\n' }}{% endfor", "' }}{% endfor").replace(
-    "assistant\\n' }}", "assistant\\n' }}{% else %}{{ '\\n' }}"
-)
 THINK_PROMPT = THINKING.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
 PREAMBLE = THINKING.replace(
     "{% set said", "{% if message.role == 'user' %}<|im_start|>system\\ntools<|im_end|>{% endif %}{% set said"
@@ -171,7 +168,6 @@ THOUGHT = [message | {"thinking": "Hm."} for message in MESSAGES]
         (CALL_INSIDE, [*CALLS, *MESSAGES[3:]], [CALLED, FINAL + "\tStill 42.<|im_end|>"]),
         (CALL_INSIDE, [*CALLS, *MESSAGES[3:4]], [CALLED]),
         (END_INSIDE, [*CALLS, *MESSAGES[3:4]], [CALLED.replace("<|/call|>", "<|im_end|>;")]),
-        (BREAK_AFTER_ALL, [*CALLS, *MESSAGES[3:4]], [CALLED]),
         (THINK_PROMPT, MESSAGES, ["42 😀<|im_end|>", "\n</think>\n\n\tStill 42.<|im_end|>"]),
         (PREAMBLE, MESSAGES, TARGETS["thinking"]),
         (EOS_IS_BOS, MESSAGES[1:4], [" 42 😀</s>"]),
@@ -340,15 +336,6 @@ def test_a_killed_template_process_is_no_fault_of_the_record(tmp_path: Path):
     with pytest.raises(ResourceError, match=r"chat template: .* found exit code -9 \(out of memory\?\)$"):
         encode_chat(tokenizer, MESSAGES)
     assert encode_chat(tokenizer, MESSAGES) == before
-
-
-@pytest.mark.parametrize("name", ["chatml", "marked"])
-def test_a_message_of_many_special_tokens_is_encoded(tmp_path: Path, name: str):
-    """Each in linear time: this took more than a minute."""
-    tokenizer = chat_tokenizer(tmp_path / "tokenizer", TEMPLATES[name])
-    said = "<|im_end|></s>" * 5000
-    ids, mask = encode_chat(tokenizer, [MESSAGES[1], {"role": "assistant", "content": said}])
-    assert targets(tokenizer, ids, mask) == [said + "<|im_end|>"]
 
 
 def test_a_tokenizer_without_a_template_is_named(tmp_path: Path):

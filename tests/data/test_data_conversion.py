@@ -46,29 +46,6 @@ def same_splits(ours: TokenStore, theirs: TokenStore) -> bool:
     return ours.facts["splits"] == theirs.facts["splits"] and ours.facts["dtype"] == theirs.facts["dtype"]
 
 
-def test_a_full_disk_leaves_nothing_behind_and_names_the_output(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-):
-    """`/dev/full` stands for every file of tokens: writing to it fails when the buffer is emptied."""
-    if not Path("/dev/full").exists():
-        pytest.skip("needs /dev/full")
-    np.arange(60000, dtype="<u2").__mod__(256).tofile(tmp_path / "train.bin")
-    before = sorted(tmp_path.iterdir())
-
-    def full(path: Path, mode: str = "r", *rest: object, **options: object):
-        file = "/dev/full" if mode in ("wb", "xb") else path
-        return open(file, mode, *rest, **options)  # type: ignore[call-overload]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "open", full)
-        arguments = ["--from", "nanogpt", "--input", str(tmp_path / "train.bin")]
-        options = ["--tokenizer", str(tokenizer), "--output", str(tmp_path / "out")]
-        code = main(["convert", *arguments, *options])
-    assert code == 74
-    assert capsys.readouterr().err.endswith(f"{tmp_path / 'out'}: No space left on device\n")
-    assert sorted(tmp_path.iterdir()) == before
-
-
 def test_the_ids_of_a_store_become_the_same_store(tmp_path: Path):
     store = make_store(tmp_path / "store")
     (tmp_path / "n").mkdir()
@@ -135,7 +112,7 @@ def nanogpt_characters(folder: Path, text: str, protocol: int | None = None) -> 
 PLAY = "First Citizen:\nBefore we proceed any further, hear me speak! 你好▁😀\n" * 3
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
 def test_nanogpts_meta_gives_the_tokenizer(tmp_path: Path, protocol: int, capsys):
     itos = nanogpt_characters(tmp_path / "play", PLAY, protocol)
     command = ["convert", "--from", "nanogpt", "--input", str(tmp_path / "play")]
@@ -164,13 +141,6 @@ def test_ids_of_other_characters_than_the_tokenizers_are_refused(tmp_path: Path)
     assert not (tmp_path / "s").exists()
 
 
-def test_the_tokenizer_of_meta_may_be_named_too(tmp_path: Path):
-    nanogpt_characters(tmp_path / "play", PLAY)
-    first = to_store([tmp_path / "play"], tmp_path / "s", None)
-    again = to_store([tmp_path / "play"], tmp_path / "t", tmp_path / "s" / "tokenizer")
-    assert same_splits(first, again)
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -178,10 +148,7 @@ def test_the_tokenizer_of_meta_may_be_named_too(tmp_path: Path):
         b"\x80\x04\x96" + (1 << 40).to_bytes(8, "little") + b".",  # a bytearray of a terabyte
         b"\x80\x02r\xff\xff\xff\x7f.",  # an index of the memo
         b"",
-        b"\x80\x04]",
-        pickle.dumps([1]),
         pickle.dumps({"itos": {1: "a"}}),
-        pickle.dumps({"itos": {0: 3}}),
         pickle.dumps({"itos": {0: "\ud800"}}),
         pickle.dumps({"itos": {0: "word"}}),
     ],
@@ -196,16 +163,10 @@ def test_no_code_of_a_meta_runs(tmp_path: Path, content: bytes, tokenizer: Path,
     assert not (tmp_path / "opened").exists()
 
 
-def test_a_meta_without_characters_says_nothing(tmp_path: Path, tokenizer: Path):
-    nanogpt_characters(tmp_path / "play", "abc")
-    (tmp_path / "play" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50304}))
-    to_store([tmp_path / "play"], tmp_path / "s", tokenizer)
-
-
 def test_equal_documents_fall_into_one_split_and_neither_split_is_empty(tmp_path: Path, tokenizer: Path):
     stream = [token for index in range(100) for token in (index % 50, 7, EOS)]
     np.array(stream, dtype="<u2").tofile(tmp_path / "a.bin")
-    for fraction in (0.0001, 0.3, 0.9999):
+    for fraction in (0.0001, 0.9999):
         output = tmp_path / f"s{fraction}"
         store = to_store([tmp_path / "a.bin"], output, tokenizer, validation_fraction=fraction)
         train, validation = (documents(store, name) for name in ("train", "validation"))
@@ -223,11 +184,9 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], object], str]] = {
     "no file": (lambda path: None, "n.bin: expected a readable file"),
     "a pipe": (os.mkfifo, "n.bin: .* no plain file"),
     "an odd number of bytes": (token_file(65, EOS)[:-1], "n.bin: expected uint16 token ids, an even number"),
-    "nothing": (b"", "n.bin: expected uint16 token ids"),
     "an id too large": (token_file(65, 259, EOS), "expected token ids below vocab_size 259, found 259 at 1"),
     "too few for its header": (header(3) + b"\0\0", "expected 3 tokens as its header says, 1030 bytes"),
     "another version": (header(1, version=9) + b"\0\0", "found version 9"),
-    "int32": (token_file(65, 66, EOS, times=200, dtype="<i4"), "n.bin: .* wider numbers"),
     "int64": (token_file(65, 66, EOS, times=200, dtype="<i8"), "n.bin: .* wider numbers"),
     "no document": (b"\x01\x01" * 3, "expected documents, found none"),
 }
@@ -255,8 +214,6 @@ def test_wrong_options_are_one_line(tmp_path: Path, tokenizer: Path):
         convert([path], tmp_path / "out")
     with pytest.raises(ConfigError, match="--validation_fraction: expected"):
         convert([path], tmp_path / "out", tokenizer=tokenizer, validation_fraction=1.0)
-    with pytest.raises(DataError, match="choose another"):
-        convert([path], tmp_path, tokenizer=tokenizer)
 
 
 def test_a_file_without_an_end_of_a_document_gives_a_warning(tmp_path: Path, tokenizer: Path, capsys):

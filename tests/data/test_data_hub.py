@@ -97,21 +97,6 @@ def test_a_part_that_does_not_exist_is_one_line(local_hub: Path, name: str, expe
     assert "\n" not in str(caught.value)
 
 
-def test_columns_are_listed_where_none_is_text(local_hub: Path):
-    with pytest.raises(DataError, match=r"found text, score; .*--text_column"):
-        list(read_records(["hf://owner/set"], text_column="content"))
-
-
-def test_a_connection_that_breaks_is_one_line(local_hub: Path, monkeypatch: pytest.MonkeyPatch):
-    def broken(*_: Any, **__: Any) -> Any:
-        raise ConnectionError("the other side\nhung up")
-
-    monkeypatch.setattr(datasets.IterableDataset, "iter", broken)
-    with pytest.raises(DataError, match="the other side hung up; start again") as caught:
-        texts_of("hf://owner/set")
-    assert "\n" not in str(caught.value)
-
-
 def test_a_preparation_resumes_after_a_broken_connection(
     local_hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -125,11 +110,11 @@ def test_a_preparation_resumes_after_a_broken_connection(
 
     def breaking(self: Any, batch_size: int) -> Iterator[Any]:
         yield next(original(self, batch_size))
-        raise ConnectionError("hung up")
+        raise ConnectionError("the other side\nhung up")
 
     with monkeypatch.context() as patch:
         patch.setattr(datasets.IterableDataset, "iter", breaking)
-        with pytest.raises(DataError, match="hung up; start again to continue"):
+        with pytest.raises(DataError, match="the other side hung up; start again to continue"):
             prepare_store(preparation)
     notices: list[str] = []
     store = prepare_store(replace(preparation, notice=notices.append))
@@ -138,11 +123,9 @@ def test_a_preparation_resumes_after_a_broken_connection(
     assert (store.path / "store.json").read_bytes() == (whole.path / "store.json").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["http://127.0.0.1:9", pytest.param("http://nowhere.invalid", marks=pytest.mark.slow)]
-)
-def test_a_missing_network_is_reported_in_one_line_within_the_timeout(tmp_path: Path, endpoint: str):
+def test_a_missing_network_is_reported_in_one_line_within_the_timeout(tmp_path: Path):
     """In a process of its own: the libraries read the address of the hub when they are imported."""
+    endpoint = "http://127.0.0.1:9"
     command = [
         *(sys.executable, "-m", "llm_pretrain", "prepare", "--input", "hf://owner/set:train"),
         *("--tokenizer", str(make_tokenizer(tmp_path / "tokenizer")), "--output", str(tmp_path / "store")),

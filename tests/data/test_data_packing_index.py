@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -13,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.corpora import make_config, make_store
+from support.corpora import make_store
 
 from llm_pretrain.data import packing as packing_index
-from llm_pretrain.data.loader import global_batches, sequences_per_epoch
 from llm_pretrain.data.packing import FOLDER, PackedIndex, pack, packed_index
 from llm_pretrain.data.store import TokenStore
 
@@ -70,29 +68,10 @@ def test_pieces_as_long_as_their_type_can_tell(tmp_path: Path, monkeypatch: pyte
         check(store, found, sequence_length=sequence_length)
 
 
-def test_a_small_split_has_no_file(large: TokenStore, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.undo()
-    sequences_per_epoch(make_config(large))
-    assert not (large.path / FOLDER).exists()
-
-
-def test_batches_are_the_same_with_and_without_a_file(large: TokenStore, monkeypatch: pytest.MonkeyPatch):
-    def digests() -> list[list[int]]:
-        loader = global_batches(make_config(large), start_step=0)
-        return [batch.digest.tolist() for batch in loader]
-
-    stored = digests()
-    assert (large.path / FOLDER / NAME).is_file()
-    monkeypatch.setattr(packing_index, "IN_MEMORY", 10**9)
-    assert digests() == stored
-
-
 def damage(file: Path, kind: str) -> None:
     content = bytearray(file.read_bytes())
     if kind == "cut":
         del content[-8:]
-    elif kind == "longer":
-        content += bytes(8)
     elif kind == "empty":
         content.clear()
     elif kind == "endless":  # JSON has no such number, Python's reader does
@@ -100,11 +79,11 @@ def damage(file: Path, kind: str) -> None:
             4096, b"\0"
         )
     else:
-        content[{"header": 3, "digest": content.index(b'"digest"') + 14, "flipped": -5}[kind]] ^= 1
+        content[{"digest": content.index(b'"digest"') + 14, "flipped": -5}[kind]] ^= 1
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("kind", ["cut", "longer", "empty", "header", "endless", "digest", "flipped"])
+@pytest.mark.parametrize("kind", ["cut", "empty", "endless", "digest", "flipped"])
 def test_a_damaged_file_is_built_anew_with_a_warning(
     large: TokenStore, kind: str, caplog: pytest.LogCaptureFixture
 ):
@@ -150,21 +129,6 @@ def test_a_store_that_cannot_be_written_to(
     assert "packed in memory" in caplog.text
 
 
-def test_a_user_without_a_home_folder(
-    large: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    """As in a container that runs as a number of which it has no name: `~` stands for nothing."""
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    monkeypatch.chdir(tmp_path)
-    check(large, packed_index(large, "train", 64, "best_fit"))
-    shutil.rmtree(large.path / FOLDER)
-    (large.path / FOLDER).write_text("")
-    check(large, packed_index(large, "train", 64, "best_fit"))
-    assert "packed in memory" in caplog.text
-    assert not (tmp_path / "~").exists()
-
-
 def test_files_of_a_killed_build_are_removed_by_the_next(large: TokenStore):
     def killed() -> None:
         packing_index._digest = lambda stream: os.kill(os.getpid(), signal.SIGKILL)
@@ -180,25 +144,6 @@ def test_files_of_a_killed_build_are_removed_by_the_next(large: TokenStore):
     check(large, packed_index(large, "train", 64, "best_fit"))
     assert file.is_file()
     assert not [*file.parent.glob(".*.tmp-*")]
-
-
-def test_a_full_disk_leaves_nothing_half_written(
-    large: TokenStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    def full(stream: object) -> str:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(packing_index, "_digest", full)
-    check(large, packed_index(large, "train", 64, "best_fit"))
-    left = [file for file in tmp_path.rglob("*.bin*") if FOLDER in str(file)]
-    assert all(file.suffix == ".lock" for file in left)
-
-
-def test_a_stored_index_is_pickled_by_name(large: TokenStore):
-    index = packed_index(large, "train", 64, "best_fit")
-    content = pickle.dumps(index)
-    assert len(content) < 1000
-    check(large, pickle.loads(content))
 
 
 def _build(path: Path, results: multiprocessing.SimpleQueue) -> None:

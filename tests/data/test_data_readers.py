@@ -6,12 +6,10 @@ import bz2
 import gzip
 import json
 import lzma
-import os
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import BinaryIO
 
 import pyarrow
 import pyarrow.feather
@@ -21,8 +19,8 @@ import zstandard
 from support.corpora import make_texts, write_jsonl
 from support.table_files import arrow, delimited, parquet
 
-from llm_pretrain.data import inputs, readers, tables
-from llm_pretrain.data.documents import Document, RawRecord, RecordError, parse_record
+from llm_pretrain.data import readers, tables
+from llm_pretrain.data.documents import Document, RecordError, parse_record
 from llm_pretrain.data.inputs import STDLIB_CHAT, find_sources
 from llm_pretrain.data.readers import batch_records, conversations, read_records, read_sources
 from llm_pretrain.errors import DataError, ResourceError
@@ -104,43 +102,6 @@ def test_compressed_files_are_read_as_what_is_in_them(tmp_path: Path, name: str,
     assert texts_of(tmp_path / f"a.md{suffix}") == ["# one\ndocument\n"]
 
 
-def test_a_format_takes_a_reader_and_its_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def paragraphs(index: int, name: str, file: BinaryIO, text_column: str) -> Iterator[RawRecord]:
-        for number, text in enumerate(file.read().split(b"\n\n"), start=1):
-            yield RawRecord(name, number, text, "text", index)
-
-    monkeypatch.setitem(readers.FORMATS, ".rst", paragraphs)
-    for suffix, compress in COMPRESS.items():
-        (tmp_path / f"pages.rst{suffix}").write_bytes(compress("\n\n".join(TEXTS[:9]).encode()))
-        assert texts_of(tmp_path / f"pages.rst{suffix}") == TEXTS[:9]
-
-
-@pytest.mark.parametrize("suffix", [suffix for suffix in COMPRESS if suffix])
-def test_a_truncated_file_is_named_and_its_sound_part_read(tmp_path: Path, suffix: str):
-    import random
-
-    generator = random.Random(0)
-    noise = [generator.randbytes(15).hex() for _ in range(8000)]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in noise).encode()
-    compressed = COMPRESS[suffix](lines)
-    file = tmp_path / f"a.jsonl{suffix}"
-    for length in (len(compressed) // 2, len(compressed) - 1):
-        file.write_bytes(compressed[:length])
-        *sound, last = read_records([str(file)])
-        found = [parse_record(record).text() for record in sound]
-        assert found == noise[: len(found)]
-        assert suffix == ".bz2" or length < len(compressed) - 1 or len(found) > 4000
-        message = rf"a\.jsonl{suffix}:{len(found) + 1}: truncated or damaged file: "
-        with pytest.raises(RecordError, match=message) as caught:
-            parse_record(last)
-        assert "\n" not in str(caught.value)
-    for content, found in ((b"this is no compressed file", ""), (b"", "found no bytes")):
-        file.write_bytes(content)
-        (record,) = read_records([str(file)])
-        with pytest.raises(RecordError, match=f"truncated or damaged file: {found}"):
-            parse_record(record)
-
-
 @pytest.mark.parametrize("suffix", [suffix for suffix in COMPRESS if suffix])
 def test_what_follows_a_compressed_stream_is_read_or_damage(tmp_path: Path, suffix: str):
     """Programs that compress in parallel, and `cat`, write several streams; Python's readers stop at one
@@ -201,12 +162,9 @@ def test_columns_that_are_no_text_make_the_same_records_as_lines(tmp_path: Path)
                 assert getattr(line, field) == getattr(row, field)
 
 
-@pytest.mark.parametrize("rest", [b"x,y\r\n" * 50, b"x" * 300 + b"\n"])
-def test_an_open_quote_reads_no_more_than_a_record(
-    tmp_path: Path, rest: bytes, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_open_quote_reads_no_more_than_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(readers, "RECORD_BYTES", 200)
-    (tmp_path / "a.csv").write_bytes(b'id,text\n1,one\n2,"open' + rest + b"3,three\n")
+    (tmp_path / "a.csv").write_bytes(b'id,text\n1,one\n2,"open' + b"x,y\r\n" * 50 + b"3,three\n")
     records = list(read_records([str(tmp_path / "a.csv")]))
     assert (records[0].data, records[-1].data) == (b"one", b"three")
     assert any(b"field larger than field limit (200)" in record.data for record in records)
@@ -221,7 +179,7 @@ def test_an_array_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         documents(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("blank", ["\n", "\r\n", "\n\n\n"])
+@pytest.mark.parametrize("blank", ["\r\n", "\n\n\n"])
 def test_blank_lines_before_the_first_row_lose_nothing(tmp_path: Path, blank: str):
     lines = '{"text": "one"}\n\n{"text": "two"}\n'
     for name, content in {"a.csv": "text\none\n\ntwo\n", "a.json": lines, "a.jsonl": lines}.items():
@@ -237,7 +195,6 @@ def test_blank_lines_before_the_first_row_lose_nothing(tmp_path: Path, blank: st
     ("name", "content", "message"),
     [
         ("a.csv", b'"text"x,b\n1,2\n', "a.csv: expected the names of the columns first"),
-        ("a.csv", b'"text\n1,2\n', "a.csv: expected the names of the columns first"),
         ("a.csv", b"text,text\n1,2\n", "a.csv: expected one column text, found 2"),
         ("a.csv", b'0,"a text\nwithout a header"\n', "found 0, a text without a header; name"),
         (
@@ -251,12 +208,6 @@ def test_a_table_without_clear_names_is_refused(tmp_path: Path, name: str, conte
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         documents(tmp_path / name)
-
-
-def test_a_long_document_and_many_small_ones_are_elements_of_an_array(tmp_path: Path):
-    texts = ["x" * 3_000_000, *("y" * index for index in range(1, 3000))]
-    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts]))
-    assert texts_of(tmp_path / "a.json") == texts
 
 
 def test_one_record_over_several_lines_is_a_json_file_too(tmp_path: Path):
@@ -331,20 +282,11 @@ def test_reading_begins_after_any_record(tmp_path: Path):
         assert list(read_sources(find_sources([str(tmp_path)]), after=after)) == records[index + 1 :]
 
 
-def test_a_tokenizer_is_trained_on_any_format_and_column(tmp_path: Path):
-    from llm_pretrain.data.tokenizer_training import train_tokenizer
+PREFIXES = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}, "compression": "zstd"}
 
-    (tmp_path / "a.parquet").write_bytes(parquet(as_table(TEXTS, "content")))
-    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(delimited(as_rows(TEXTS, "content"))))
-    made = []
-    for name in ("a.parquet", "a.csv.gz"):
-        output = tmp_path / f"{name}-tokenizer"
-        with pytest.raises(DataError, match="--text_column"):
-            train_tokenizer([str(tmp_path / name)], output, None, type="char")
-        report = train_tokenizer([str(tmp_path / name)], output, None, type="char", text_column="content")
-        assert report.documents == len(TEXTS)
-        made.append((output / "tokenizer.json").read_bytes())
-    assert made[0] == made[1]
+
+def categories(table: pyarrow.Table) -> pyarrow.Table:
+    return pyarrow.table({"text": table["text"].dictionary_encode()})
 
 
 def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
@@ -360,24 +302,18 @@ def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
     assert peak < 40_000_000
 
 
-REPEATED = pyarrow.table({"text": ["x" * 100_000] * 3000})
-REPEATED_DICTIONARY = pyarrow.table({"text": REPEATED["text"].dictionary_encode()})
-COMPACT = {
-    "dictionary.parquet": parquet(REPEATED),
-    "prefixes.parquet": parquet(
-        REPEATED, use_dictionary=False, column_encoding={"text": "DELTA_BYTE_ARRAY"}, compression="zstd"
-    ),
-    "categories.parquet": parquet(REPEATED_DICTIONARY),
-    "ids.parquet": parquet(pyarrow.table({"input_ids": [[0] * 3000] * 3000})),
-    "categories.feather": feather(REPEATED_DICTIONARY),
+WRITERS: dict[str, Callable[[pyarrow.Table], bytes]] = {
+    "prefixes.parquet": lambda table: parquet(table, **PREFIXES),
+    "categories.feather": lambda table: feather(categories(table)),
 }
 
 
-@pytest.mark.parametrize("name", COMPACT)
+@pytest.mark.parametrize("name", WRITERS)
 def test_repeated_documents_are_not_held_at_once(tmp_path: Path, name: str):
     """Encodings store them once, so that a small file has any number of bytes."""
-    assert len(COMPACT[name]) < 1_000_000
-    (tmp_path / name).write_bytes(COMPACT[name])
+    content = WRITERS[name](pyarrow.table({"text": ["x" * 100_000] * 600}))
+    assert len(content) < 1_000_000
+    (tmp_path / name).write_bytes(content)
     before, peak = pyarrow.total_allocated_bytes(), 0
     tracemalloc.start()
     for _ in islice(read_records([str(tmp_path / name)]), 20):
@@ -433,31 +369,6 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_files(tmp_path: Path):
         (tmp_path / name).write_text(json.dumps({"text": name}))
     found = [Path(source.name).relative_to(tmp_path).as_posix() for source in find_sources([str(tmp_path)])]
     assert found == ["a/b.jsonl", "a/z.txt", "b.txt"]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("missing.jsonl", "found no such path"), ("a.zip", "unpack"), ("empty", "none in it")],
-)
-def test_inputs_that_cannot_be_read_are_refused(tmp_path: Path, name: str, message: str):
-    (tmp_path / "a.zip").touch()
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=message):
-        find_sources([str(tmp_path / name)])
-
-
-def test_the_standard_library_is_found_without_walking_excluded_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Beside it lie the installed packages, which may be many times as many files."""
-    for name in ("a.py", "b/c.py", "b/test/d.py", "site-packages/e/f.py", "g.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    monkeypatch.setattr(inputs.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    scandir, seen = os.scandir, []
-    monkeypatch.setattr(os, "scandir", lambda path: seen.append(Path(path).name) or scandir(path))
-    assert [source.name for source in find_sources(["stdlib"])] == ["a.py", "b/c.py"]
-    assert seen == [tmp_path.name, "b"]
 
 
 def test_the_standard_library_is_sorted_and_without_tests():
@@ -527,20 +438,10 @@ def test_every_documented_public_definition_becomes_a_conversation(tmp_path: Pat
     ]
 
 
-def test_a_file_that_cannot_be_parsed_has_no_conversations(tmp_path: Path):
-    file = tmp_path / "new.py"
-    file.write_text("def broken(:\n")
-    assert talk(file) == []
-
-
-@pytest.mark.parametrize("records", [300, pytest.param(3000, marks=pytest.mark.slow)])
-def test_the_input_yields_conversations_with_ascending_lines(records: int):
+def test_the_input_yields_conversations_with_ascending_lines():
     lines: dict[str, int] = {}
-    count = 0
-    for record in islice(read_records([STDLIB_CHAT]), records):
-        document = parse_record(record)
-        assert document.messages is not None
+    for record in islice(read_records([STDLIB_CHAT]), 300):
+        assert parse_record(record).messages is not None
         assert record.line > lines.get(record.name, 0)
         lines[record.name] = record.line
-        count += 1
-    assert count == records
+    assert len(lines) > 1

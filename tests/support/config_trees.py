@@ -35,7 +35,7 @@ NOT_DRAWN = {
     *("logging.wandb_mode", "logging.report", "data.num_workers"),  # servers, megabytes, processes
     "optimizer.options",  # of a class
 }
-"""What a training in this process may not have; `EVERYWHERE` draws these too."""
+"""What a training in this process may not have."""
 
 _INTEGERS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 0]
 _EDGE_INTEGERS = [0, -1, 7, 1000, 2**31 - 1, 2**31, 2**40, 2**53 + 1, 2**62, 2**63 - 1, -(2**62)]
@@ -50,36 +50,32 @@ def usually(plausible: SearchStrategy[Any], edge: SearchStrategy[Any], *, edges:
     return st.integers(0, 19).flatmap(lambda draw: edge if draw < edges else plausible)
 
 
-def values_of(kind: Any, default: Any = None, *, edges: int = 1) -> SearchStrategy[Any]:
+def values_of(kind: Any, default: Any = None) -> SearchStrategy[Any]:
     """Values of a field's type."""
     if get_origin(kind) in (Union, types.UnionType):
-        parts = [values_of(part, default, edges=edges) for part in get_args(kind) if part is not type(None)]
+        parts = [values_of(part, default) for part in get_args(kind) if part is not type(None)]
         return usually(st.one_of(*parts), st.none(), edges=4)
     if get_origin(kind) is Literal:
         return st.sampled_from(get_args(kind))
     if get_origin(kind) is list:
-        return st.lists(values_of(get_args(kind)[0], edges=edges), max_size=3)
+        return st.lists(values_of(get_args(kind)[0]), max_size=3)
     if dataclasses.is_dataclass(kind):
         assert isinstance(kind, type)
-        return st.fixed_dictionaries(
-            {name: values_of(field, edges=edges) for name, field in field_types(kind).items()}
-        )
+        return st.fixed_dictionaries({name: values_of(field) for name, field in field_types(kind).items()})
     if kind is bool:
         return st.booleans()
     if kind is str:
         texts = st.sampled_from([default or "a", "a", "run-1", "b.c"])
-        return usually(texts, st.sampled_from(_TEXTS), edges=edges)
+        return usually(texts, st.sampled_from(_TEXTS))
     plausible, extreme = (_INTEGERS, _EDGE_INTEGERS) if kind is int else (_NUMBERS, _EDGE_NUMBERS)
     if default is not None:
         plausible = [default] * 3 + plausible
-    return usually(st.sampled_from(plausible), st.sampled_from(extreme), edges=edges)
+    return usually(st.sampled_from(plausible), st.sampled_from(extreme))
 
 
 @st.composite
-def trees(
-    draw: Any, *, stores: list[str], without: set[str] = NOT_DRAWN, edges: int = 1, most: int = 8
-) -> dict[str, dict[str, Any]]:
-    """A tiny run, dense or with experts, with up to `most` settings of any section drawn anew."""
+def trees(draw: Any, *, stores: list[str]) -> dict[str, dict[str, Any]]:
+    """A tiny run, dense or with experts, with up to eight settings of any section drawn anew."""
     tree: dict[str, dict[str, Any]] = {section: {} for section in field_types(Config)}
     for section, fields in TINY.items():
         tree[section] = copy.deepcopy(fields)
@@ -91,27 +87,27 @@ def trees(
         (section, name)
         for section, cls in field_types(Config).items()
         for name in field_types(cls)
-        if f"{section}.{name}" not in without
+        if f"{section}.{name}" not in NOT_DRAWN
     ]
-    for section, name in draw(st.lists(st.sampled_from(names), max_size=most, unique=True)):
+    for section, name in draw(st.lists(st.sampled_from(names), max_size=8, unique=True)):
         kind = field_types(field_types(Config)[section])[name]
         default = tree[section].get(name, defaults[section][name])
         if kind == list[SourceConfig]:
-            tree[section][name] = draw(_sources(stores, edges))
+            tree[section][name] = draw(_sources(stores))
         elif (section, name) == ("optimizer", "name"):
             tree[section][name] = draw(st.sampled_from([*OPTIMIZERS, "torch.optim.NAdam"]))
         elif kind == list[WeightChange]:
-            tree[section][name] = draw(_weight_changes(len(tree["data"]["sources"]), edges))
+            tree[section][name] = draw(_weight_changes(len(tree["data"]["sources"])))
         else:
             default = None if isinstance(default, list | dict) else default
-            tree[section][name] = draw(values_of(kind, default, edges=edges))
+            tree[section][name] = draw(values_of(kind, default))
     return tree
 
 
-def _sources(stores: list[str], edges: int) -> SearchStrategy[Any]:
+def _sources(stores: list[str]) -> SearchStrategy[Any]:
     entry = st.fixed_dictionaries(
-        {"store": st.sampled_from(stores), "weight": values_of(float, 1.0, edges=edges)},
-        optional={"name": values_of(str, edges=edges)},
+        {"store": st.sampled_from(stores), "weight": values_of(float, 1.0)},
+        optional={"name": values_of(str)},
     )
     plain = st.lists(st.sampled_from(stores), min_size=1, max_size=3).map(
         lambda chosen: [{"store": store, "name": f"s{k}"} for k, store in enumerate(chosen)]
@@ -119,7 +115,7 @@ def _sources(stores: list[str], edges: int) -> SearchStrategy[Any]:
     return st.one_of(plain, st.lists(entry, min_size=1, max_size=3))
 
 
-def _weight_changes(sources: int, edges: int) -> SearchStrategy[Any]:
-    weights = st.lists(values_of(float, 1.0, edges=edges), min_size=sources, max_size=sources)
-    entry = st.fixed_dictionaries({"step": values_of(int, edges=edges), "weights": weights})
+def _weight_changes(sources: int) -> SearchStrategy[Any]:
+    weights = st.lists(values_of(float, 1.0), min_size=sources, max_size=sources)
+    entry = st.fixed_dictionaries({"step": values_of(int), "weights": weights})
     return st.lists(entry, max_size=2).map(lambda changes: sorted(changes, key=lambda each: each["step"]))
