@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import huggingface_hub
 import pytest
 from support.corpora import make_texts, make_tokenizer
@@ -30,6 +29,8 @@ TEXTS = make_texts(700)
 @pytest.fixture
 def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The hub's `owner/set`, with the config `more`, as a folder that `datasets` opens as it does a hub's."""
+    import datasets  # a second and a half, which no other test's process needs
+
     folder = tmp_path / "set"
     for config, texts in (("plain", TEXTS), ("more", TEXTS[:9])):
         rows = {"text": texts, "score": [0.5] * len(texts)}
@@ -97,21 +98,6 @@ def test_a_part_that_does_not_exist_is_one_line(local_hub: Path, name: str, expe
     assert "\n" not in str(caught.value)
 
 
-def test_columns_are_listed_where_none_is_text(local_hub: Path):
-    with pytest.raises(DataError, match=r"found text, score; .*--text_column"):
-        list(read_records(["hf://owner/set"], text_column="content"))
-
-
-def test_a_connection_that_breaks_is_one_line(local_hub: Path, monkeypatch: pytest.MonkeyPatch):
-    def broken(*_: Any, **__: Any) -> Any:
-        raise ConnectionError("the other side\nhung up")
-
-    monkeypatch.setattr(datasets.IterableDataset, "iter", broken)
-    with pytest.raises(DataError, match="the other side hung up; start again") as caught:
-        texts_of("hf://owner/set")
-    assert "\n" not in str(caught.value)
-
-
 def test_a_preparation_resumes_after_a_broken_connection(
     local_hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -121,6 +107,8 @@ def test_a_preparation_resumes_after_a_broken_connection(
     preparation = Preparation(
         ["hf://owner/set"], tokenizer, tmp_path / "store", workers=1, commit_seconds=0.0
     )
+    import datasets
+
     original = datasets.IterableDataset.iter
 
     def breaking(self: Any, batch_size: int) -> Iterator[Any]:
