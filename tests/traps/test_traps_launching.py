@@ -16,6 +16,7 @@ from support.launching import (
     Finished,
     finish,
     launch,
+    run_options,
     script_request,
     start_command,
     tiny_options,
@@ -51,10 +52,8 @@ def test_a_launch_of_too_few_processes_stops_and_says_how_to(asked: str, plain_s
 
 def test_accelerate_under_torchrun_connects_its_processes(plain_store: Path, tmp_path: Path):
     def check(folder: Path, *mistake: str) -> None:
-        options = [
-            *tiny_options(plain_store, folder),
-            *("--training.max_steps", "1", "--schedule.warmup_steps", "0"),
-        ]
+        small = "model.hidden_size=32 training.max_steps=1 schedule.warmup_steps=0 evaluation.eval_steps=0"
+        options = run_options("tiny-moe", plain_store, small)
         before = [(f"support.probes:{name}", []) for name in mistake]
         request = script_request("accelerate", 2, folder, options, output=f"{folder}.log", before=before)
         request = replace(request, launcher="torchrun", launcher_options=[])
