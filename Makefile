@@ -9,6 +9,8 @@ CONFIG ?= configs/quickstart.yaml
 RUN ?= runs/quickstart
 # Three test processes for two cores: many tests wait, for a time-out or for another process.
 WORKERS ?= 3
+# Many containers set it, and then every process of the tests compiles the package and itself anew.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # A folder that `make wheels` has filled; everything is installed from there, without a network.
 WHEELS ?=

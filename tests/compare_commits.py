@@ -37,8 +37,8 @@ from golden_rows import (
     golden_config,
     make_golden_store,
 )
-from support.fork_server import ROOT, SCRIPTS, ForkServer, Request, start_server
-from support.launching import NO_REPORT, TIMEOUT_SECONDS, Finished, checkpoint_tensors, launch_command
+from support.fork_server import ROOT, ForkServer, start_server
+from support.launching import TIMEOUT_SECONDS, Finished, checkpoint_tensors, script_request
 
 from llm_pretrain.audit.comparison import tensor_difference
 from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
@@ -73,18 +73,11 @@ class Tree(NamedTuple):
         self, launcher: str, world_size: int, folder: Path, config: Path, options: Sequence[str]
     ) -> str | None:
         """Train in a run's folder; returns what it printed if it failed."""
-        argv = ["--config", str(config), *NO_REPORT, "--run.output_dir", str(folder), *options]
         output = folder.with_name(f"{folder.name}.log")
-        request = Request(
-            "support.fork_server:run_script",
-            [SCRIPTS[launcher], argv],
-            world_size,
-            launcher=launcher,
-            launcher_options=launch_command(launcher, world_size)[3:-1] if launcher == "accelerate" else [],
-            output=str(output),
-            folder=str(self.folder),
-            before=[("support.fork_server:assert_imported_from", [str(self.folder)])],
-        )
+        more = {"output": str(output), "folder": str(self.folder)}
+        more["before"] = [("support.fork_server:assert_imported_from", [str(self.folder)])]
+        options = ["--config", str(config), *options]
+        request = script_request(launcher, world_size, folder, options, **more)
         codes = self.server.run(request, TIMEOUT_SECONDS)
         return f"{self.name}: exit codes {codes}: {output.read_text()[-1000:]}" if any(codes) else None
 

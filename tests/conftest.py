@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,14 +51,23 @@ def default_algorithms() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-LONG_FIRST = ("distributed", "faults", "end_to_end", "traps", "commands")
-"""Folders whose files launch processes, and take longest."""
+LONG_FIRST = (
+    *("test_commands_plan", "test_meshes", "test_data_batches", "test_traps_ranks", "test_simulated_steps"),
+    *("test_golden_rows", "test_scaling_law", "test_faults_crash_points", "test_training_watchdog"),
+    *("test_loop", "test_commands_replay", "test_failed_saves", "test_loop_evaluations", "test_spikes"),
+    *("distributed", "faults", "end_to_end", "traps", "commands", "training"),
+)
+"""Files of more than ten seconds, then folders whose files launch processes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, or a worker ends up alone with one; skip what lacks its GPU or torch."""
-    folders = {folder: number for number, folder in enumerate(LONG_FIRST)}
-    items.sort(key=lambda item: folders.get(item.path.parent.name, len(folders)))
+    places = {name: number for number, name in enumerate(LONG_FIRST)}
+
+    def place(item: pytest.Item) -> int:
+        return min(places.get(name, len(places)) for name in (item.path.stem, item.path.parent.name))
+
+    items.sort(key=place)
     missing = {}
     if not torch.cuda.is_available():
         missing["gpu"] = "needs a CUDA device"
@@ -68,28 +78,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=missing[name]))
 
 
-@pytest.fixture(scope="session")
-def plain_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A token store in which every token but a document's first is a target."""
-    return once(tmp_path_factory, "plain", lambda folder: make_store(folder / "store", documents=400).path)
+def store(name: str, **options: Any) -> Any:
+    """The fixture of a token store, which all test processes share."""
+
+    @pytest.fixture(scope="session", name=f"{name}_store")
+    def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return once(tmp_path_factory, name, lambda folder: make_store(folder / "store", **options).path)
+
+    return made
 
 
-@pytest.fixture(scope="session")
-def masked_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A token store with ragged loss masks: every other document is a prompt with a completion."""
-    return once(
-        tmp_path_factory,
-        "masked",
-        lambda folder: make_store(folder / "store", documents=400, masked=True).path,
-    )
-
-
-@pytest.fixture(scope="session")
-def changed_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another token store of the same tokenizer."""
-    return once(
-        tmp_path_factory, "changed", lambda folder: make_store(folder / "store", documents=300, seed=7).path
-    )
+plain_store = store("plain", documents=400)
+"""Every token but a document's first is a target."""
+masked_store = store("masked", documents=400, masked=True)
+"""With ragged loss masks: every other document is a prompt with a completion."""
+changed_store = store("changed", documents=300, seed=7)
+"""Another one of the same tokenizer."""
 
 
 @pytest.fixture(scope="session")

@@ -5,13 +5,10 @@
     python tests/mutation_score.py run MAP.json ROWS.jsonl [--count 100]
     python tests/mutation_score.py summary ROWS.jsonl
 
-`draw` writes `assets/mutants.json`: mutants of all folders in proportion to their lines, each with its
-function, an expression there and what takes its place, so that later commits find it again. `map` runs the
-quick tests and writes how long each takes and which blocks it reaches, in forked ranks and subprocesses
-too. `run` applies each mutant to a copy of the checkout and runs the nearest tests that reach it, to their
-end, for BUDGET seconds at most. Where a mutant's code is gone, another of its folder is drawn and stored.
-`run` leaves out what has a row, so it can be killed and started again. Some survivors do not change
-behaviour: look at them one by one.
+`draw` writes `assets/mutants.json`. `map` runs the quick tests and writes how long each takes and which
+blocks it reaches, in forked ranks and subprocesses too. `run` applies each mutant to a copy of the checkout
+and runs the nearest tests that reach it. Where a mutant's code is gone, another of its folder is drawn and
+stored. `run` leaves out what has a row. Some survivors do not change behaviour: look at them one by one.
 """
 
 from __future__ import annotations
@@ -54,26 +51,13 @@ def write_stored(mutants: Sequence[Mutant]) -> None:
     STORED.write_text("[\n" + ",\n".join(json.dumps(each._asdict()) for each in mutants) + "\n]\n")
 
 
-def shares(count: int) -> dict[str, int]:
-    """Folder -> how many of `count` mutants it gets: its share of all lines, by largest remainder."""
-    lines = Counter()
+def draw(count: int, seed: int) -> None:
+    """Write mutants of all folders in proportion to their lines, in random order: a part is a sample too."""
+    generator, lines, mutants = random.Random(seed), Counter(), []
     for file in sources():
         lines[folder_of(file)] += len((ROOT / file).read_text().splitlines())
-    exact = {folder: count * number / lines.total() for folder, number in lines.items()}
-    found = {folder: int(share) for folder, share in exact.items()}
-    for folder in sorted(exact, key=lambda each: found[each] - exact[each])[: count - sum(found.values())]:
-        found[folder] += 1
-    return found
-
-
-def draw(count: int, seed: int) -> None:
-    """Write the mutants in random order: the first few are a sample too."""
-    generator = random.Random(seed)
-    folders = [folder for folder, number in shares(count).items() for _ in range(number)]
-    generator.shuffle(folders)
-    mutants: list[Mutant] = []
-    for number, folder in enumerate(folders, 1):
-        mutants.append(draw_one(folder, generator, mutants)._replace(number=number))
+    for folder in generator.choices(list(lines), list(lines.values()), k=count):
+        mutants.append(draw_one(folder, generator, mutants)._replace(number=len(mutants) + 1))
     write_stored(mutants)
 
 
@@ -153,11 +137,7 @@ def make_map(output: Path, tests: Sequence[str], workers: int) -> None:
 
 
 class Map:
-    """Which tests reach a block, and what they cost.
-
-    Args:
-        file: As `map` has written it.
-    """
+    """Which tests reach a block, and what they cost, as `map` has written it into `file`."""
 
     def __init__(self, file: Path):
         content = json.loads(file.read_text())
@@ -172,10 +152,7 @@ class Map:
                 self.reaching[content["blocks"][number]].add(name)
 
     def reach(self, file: str, function: str, block: str) -> tuple[str, set[str]]:
-        """Tests that reach the block; without any those of the function, then those of the file; and which.
-
-        So what runs when a module is imported (constants, fields, tables) has the tests of the file.
-        """
+        """Tests that reach the block; if none, those of the function, then those of the file; and which."""
         for level, start in {"block": f"{block}\n", "function": f"{function}#", "file": ""}.items():
             keys = [key for key in self.reaching if f"{key}\n".startswith(f"{file}::{start}")]
             if found := set().union(*(self.reaching[key] for key in keys)):
@@ -215,9 +192,8 @@ def run_mutant(mutant: Mutant, copy: Path, tests: Map) -> dict[str, Any]:
         chosen_file, rows = copy.parent / "chosen", copy.parent / "rows"
         chosen_file.write_text("\n".join(chosen))
         rows.unlink(missing_ok=True)
-        files = {test.partition("::")[0] for test in chosen}
-        arguments = ["--rows", str(rows), "--chosen", str(chosen_file)]
-        arguments += sorted(file for file in files if (copy / file).exists())
+        files = sorted({test.partition("::")[0] for test in chosen})
+        arguments = ["--rows", str(rows), "--chosen", str(chosen_file), *files]
         code = run_tests(copy, arguments, START_SECONDS + 5 * expected)
         target.write_bytes(original)
         os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -251,21 +227,13 @@ def run(map_file: Path, rows: Path, count: int) -> None:
 
 
 def summarize(file: Path) -> None:
-    """Print outcomes by folder, hours and survivors; a mutant that never ends counts as detected."""
-    rows, stored = read_rows(file), {each.number: each for each in read_stored()}
-    gone = Counter(folder_of(stored[each.replaces].file) for each in stored.values() if each.replaces)
-    table = defaultdict(Counter)
-    for row in rows:
-        is_detected = row["outcome"] in ("detected", "timeout")
-        table[folder_of(row["file"])]["detected" if is_detected else "survived"] += 1
-    for folder, counts in sorted(table.items()):
-        print(f"{folder}: {counts['detected']} detected, {counts['survived']} survived, {gone[folder]} gone")
-    detected = sum(counts["detected"] for counts in table.values())
+    """Print the count, hours and survivors; a mutant that never ends counts as detected."""
+    rows = read_rows(file)
+    survivors = [row for row in rows if row["outcome"] == "survived"]
     hours = sum(row["seconds"] for row in rows) / 3600
-    print(f"all: {detected} of {len(rows)} detected, {gone.total()} gone, {hours:.2f} hours\nsurvivors:")
-    for row in rows:
-        if row["outcome"] == "survived":
-            print(f"  {describe(row)} [{len(row['tests'])} tests reach its {row['tests_reach']}]")
+    print(f"{len(rows) - len(survivors)} of {len(rows)} detected, {hours:.2f} hours\nsurvivors:")
+    for row in survivors:
+        print(f"  {describe(row)} [{len(row['tests'])} tests reach its {row['tests_reach']}]")
 
 
 def main() -> None:
@@ -274,10 +242,8 @@ def main() -> None:
     parts = {name: commands.add_parser(name) for name in ("draw", "map", "run", "summary")}
     parts["draw"].add_argument("--seed", type=int, default=0)
     parts["map"].add_argument("--workers", type=int, default=2, help="pytest processes (0: in this one)")
-    for name in ("map", "run"):
-        parts[name].add_argument("map", type=Path)
-    for name in ("run", "summary"):
-        parts[name].add_argument("rows", type=Path)
+    for name, file in (("map", "map"), ("run", "map"), ("run", "rows"), ("summary", "rows")):
+        parts[name].add_argument(file, type=Path)
     for name in ("draw", "run"):
         parts[name].add_argument("--count", type=int, default=100)
     parts["map"].add_argument("--tests", nargs="+", default=[], help="default: all")

@@ -48,12 +48,10 @@ class Driver:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch of a compiled graph.
+    """One launch of a compiled graph, and the operations of the traced graph that it computes.
 
-    Args:
-        accesses: Bytes of each buffer that it reads or writes; those inside a fused kernel are left out.
-        origins: The operations of the traced graph that it computes.
-        extern: The operation, if a library computes it; None for a Triton kernel.
+    `accesses` has the bytes of each buffer that it reads or writes, without those inside a fused kernel;
+    `extern` is the operation, if a library computes it.
     """
 
     accesses: dict[str, int]

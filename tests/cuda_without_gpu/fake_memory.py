@@ -43,17 +43,13 @@ def eight_ranks() -> Iterator[None]:
 
 def tracked_peak(config: Config, world_size: int = 1) -> int:
     """Peak bytes of the second optimizer step; with `world_size` > 1 of a sharded model, in `eight_ranks`."""
-    memory, mesh = Tracker("cuda"), None
-    if (replicas := config.distributed.dp_replicate_size) > 1:
-        sizes, names = (replicas, config.distributed.mesh(world_size).dp_shard), ("dp_replicate", "dp_shard")
-        mesh = init_device_mesh("cuda", sizes, mesh_dim_names=names)
-    experts = expert_mesh(config, "cpu", world_size)
+    memory, experts = Tracker("cuda"), expert_mesh(config, "cpu", world_size)
     with FakeTensorMode(allow_non_fake_inputs=True), tracked(memory):
         model: Any = fake_model(config)
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         if world_size > 1:
             with rebound_optimizer(model, optimizer):
-                parallelize(model, Meshes(mesh, mesh, experts=experts), Place(), config)
+                parallelize(model, Meshes(experts=experts), Place(), config)
         parameters, objective = list(model.parameters()), Objective(config, world_size)
         steps = config.gradient_accumulation_steps(world_size)
         for _ in range(2):
@@ -74,12 +70,7 @@ def tracked_peak(config: Config, world_size: int = 1) -> int:
 
 
 def saved_bytes(config: Config, backend: str | None = None) -> int:
-    """Bytes that a forward pass keeps for the backward pass, without the parameters.
-
-    Args:
-        config: Its layers are not compiled.
-        backend: The compiler of the layers; None to run them uncompiled.
-    """
+    """Bytes that a forward pass keeps for the backward pass without parameters; `backend` compiles layers."""
     torch._dynamo.reset()
     kept: dict[int, Tensor] = {}
 

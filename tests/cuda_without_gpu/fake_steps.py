@@ -125,13 +125,8 @@ def fake_loop(
 ) -> tuple[Any, list[Batch]]:
     """The loop of a run on one fake GPU, and the micro batches of a step for its `_step`.
 
-    An operation that needs a value on the device raises DataDependentOutputException.
-
-    Args:
-        stack: Receives the contexts that the loop needs.
-        config: The run's; micro batches of any size take no memory.
-        launcher: The script whose engine is used.
-        backend: The compiler of the layers; None to run them uncompiled.
+    An operation that needs a value on the device raises DataDependentOutputException. `stack` receives the
+    contexts that the loop needs; `backend` compiles the layers.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     stack.callback(torch.use_deterministic_algorithms, deterministic)

@@ -38,12 +38,6 @@ PIECES = (64, 128, 64, 256, 512, 128)
 
 
 @pytest.fixture
-def sharded() -> Iterator[None]:
-    with eight_ranks():
-        yield
-
-
-@pytest.fixture
 def one_rank() -> Iterator[None]:
     """A real process group of one rank, since DDP waits for what it sends."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -101,10 +95,12 @@ VARIABLE = 2
 """Graphs of a kind: the first number of documents, then any number."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "dense, sharded", "moe, sharded", "moe checkpointed, sharded"])
 def test_a_layer_is_one_graph(case: str):
-    model, training, kinds = CASES[case]
-    graphs, breaks = compiled(fake_config(model, training=training))
+    name, _, sharded = case.partition(", ")
+    model, training, kinds = CASES[name]
+    with eight_ranks() if sharded else nullcontext():
+        graphs, breaks = compiled(fake_config(model, training=training), sharded=bool(sharded))
     assert not breaks
     assert kinds <= graphs <= VARIABLE * kinds
 
@@ -124,15 +120,6 @@ def test_all_graphs_of_a_run_are_within_the_limit(limit: int):
         graphs, breaks = compiled(config, counted=True, evaluated=True)
         assert not breaks
         assert TORCH_LIMIT < graphs < RECOMPILE_LIMIT, graphs
-
-
-@pytest.mark.parametrize("case", ["dense", "moe", "moe checkpointed"])
-@pytest.mark.usefixtures("sharded")
-def test_sharding_breaks_no_graph(case: str):
-    model, training, kinds = CASES[case]
-    graphs, breaks = compiled(fake_config(model, training=training), sharded=True)
-    assert not breaks
-    assert kinds <= graphs <= VARIABLE * kinds
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -41,12 +40,6 @@ def agrees(estimated: int, tracked: int) -> None:
     assert 0.9 <= estimated / tracked <= 1 + TOLERANCE
 
 
-@pytest.fixture
-def sharded() -> Iterator[None]:
-    with eight_ranks():
-        yield
-
-
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("world_size", [1, 8])
@@ -57,26 +50,17 @@ def test_the_estimate_of_every_preset(name: str, accumulation: int, world_size: 
         agrees(estimate_memory(config, world_size, on_gpu=True).peak, tracked)
 
 
-@pytest.mark.parametrize("name", ["olmoe-1b-7b", "qwen3-0.6b"])
-@pytest.mark.usefixtures("sharded")
-def test_two_replicas_of_four_gpus(name: str):
-    config = preset(name, 8, 3, "--distributed.dp_replicate_size", "2")
-    tracked = tracked_peak(config, 8)
-    assert tracked > 1.1 * tracked_peak(preset(name, 8, 3), 8)
-    agrees(estimate_memory(config, 8, on_gpu=True).peak, tracked)
-
-
-@pytest.mark.usefixtures("sharded")
 def test_gradients_that_wait_for_the_last_micro_batch_are_counted():
     waiting = preset("olmoe-1b-7b", 8, 3, "--distributed.sync_each_batch", "false")
-    tracked = tracked_peak(waiting, 8)
-    assert tracked > tracked_peak(preset("olmoe-1b-7b", 8, 3), 8) * 1.3
+    with eight_ranks():
+        tracked = tracked_peak(waiting, 8)
+        assert tracked > tracked_peak(preset("olmoe-1b-7b", 8, 3), 8) * 1.3
     agrees(estimate_memory(waiting, 8, on_gpu=True).peak, tracked)
 
 
-@pytest.mark.usefixtures("sharded")
 def test_a_sharded_start_holds_no_more_than_this_ranks_parts():
-    peak, remaining = start_up_peak(preset("olmoe-1b-7b", 8, 1))
+    with eight_ranks():
+        peak, remaining = start_up_peak(preset("olmoe-1b-7b", 8, 1))
     assert peak <= 1.02 * remaining
 
 

@@ -11,7 +11,6 @@ from fake_steps import DENSE, MOE, fake_config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llm_pretrain.model.kernels import loss
 from llm_pretrain.model.layers import Linear, RMSNorm
 from llm_pretrain.model.sizes import count_parameters, flops_per_token
 
@@ -77,27 +76,3 @@ def expected_bytes() -> int:
 
 def test_norm_and_residual_have_the_bytes_counted_by_hand():
     assert block_bytes() == expected_bytes()
-
-
-def head_bytes_per_logit() -> float:
-    """Of the loss head's kernels that are no products, forward and backward; the weight's are left out."""
-    from benchmarks.gpu.kernels import Step
-
-    tokens, size, vocab = 16_384, 64, 32_768
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda", 0):
-        hidden = torch.empty(1, tokens, size, requires_grad=True)
-        weight = torch.empty(vocab, size, requires_grad=True)
-        labels = torch.zeros(1, tokens, dtype=torch.int64)
-        with Step(squares=0) as step:
-            with torch.autocast("cuda", torch.bfloat16):
-                sums = loss.fused_linear_cross_entropy(hidden, weight, labels, labels.bool(), 0.0)
-            (0.5 * sums.loss).backward()
-    found = sum(each.bytes for each in step.launches if not each.flops)
-    # the weight's cast; its gradient is zeroed, then scaled
-    found -= vocab * size * ((4 + 2) + 4 + (4 + 4))
-    return found / (tokens * vocab)
-
-
-def test_the_loss_head_passes_over_its_logits_twice():
-    """In bf16: one pass reads them, another reads them and writes their gradient."""
-    assert 6 <= head_bytes_per_logit() <= 7

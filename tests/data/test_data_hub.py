@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import huggingface_hub
 import pytest
 from support.corpora import make_texts, make_tokenizer
@@ -30,6 +29,8 @@ TEXTS = make_texts(700)
 @pytest.fixture
 def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The hub's `owner/set`, with the config `more`, as a folder that `datasets` opens as it does a hub's."""
+    import datasets  # a second and a half, which no other test's process needs
+
     folder = tmp_path / "set"
     for config, texts in (("plain", TEXTS), ("more", TEXTS[:9])):
         rows = {"text": texts, "score": [0.5] * len(texts)}
@@ -106,6 +107,8 @@ def test_a_preparation_resumes_after_a_broken_connection(
     preparation = Preparation(
         ["hf://owner/set"], tokenizer, tmp_path / "store", workers=1, commit_seconds=0.0
     )
+    import datasets
+
     original = datasets.IterableDataset.iter
 
     def breaking(self: Any, batch_size: int) -> Iterator[Any]:

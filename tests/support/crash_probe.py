@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from support.faulty_io import Fault
-from support.fork_server import SCRIPTS, ForkServer, Request, start_server
-from support.launching import NO_REPORT
+from support.fork_server import ForkServer, start_server
+from support.launching import script_request
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,8 @@ class CrashProbe:
         self.library, self.folder = library, folder
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "socket"
-        variables = {"LD_PRELOAD": str(library)}
-        self._process: subprocess.Popen[bytes] = start_server(
-            path, ends_with=os.getpid(), variables=variables
-        )
+        preload = {"LD_PRELOAD": str(library)}
+        self._process = start_server(path, ends_with=os.getpid(), variables=preload)
         self._server = ForkServer(path)
 
     def train(
@@ -60,17 +57,18 @@ class CrashProbe:
         texts = [str(self.library), str(folder), str(journal or os.devnull), with_data]
         arming = ("support.faulty_io:arm", [*texts, [vars(fault) for fault in chosen]])
         outputs = [self.folder / f"output-{rank}" for rank in range(world_size)]
-        request = Request(
-            "support.fork_server:run_script",
-            [SCRIPTS[launcher], [*NO_REPORT, "--run.output_dir", str(folder), *options]],
+        request = script_request(
+            launcher,
             world_size,
-            launcher="torchrun",
+            folder,
+            options,
             outputs=[str(output) for output in outputs],
             before=[*before, arming],
             end_seconds=math.inf,
             limit=limit,
             file_size=file_size,
         )
+        request = replace(request, launcher="torchrun", launcher_options=[])
         while True:
             for output in outputs:
                 output.unlink(missing_ok=True)

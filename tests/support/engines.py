@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from support.faults import Fault
+from support.fork_server import SCRIPTS
 from support.stepping import Driven, drive, resolved
 
 from llm_pretrain.config.distributed_config import DistributedConfig
@@ -26,11 +24,7 @@ from llm_pretrain.config.tree import (
     SourceConfig,
     TrainingConfig,
 )
-from llm_pretrain.data.loader import global_batches
-from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.optim.build import build_optimizer
 
-SCRIPTS = {"torchrun": "train_pretrain", "accelerate": "train_pretrain_accelerate"}
 ENGINES = {"torchrun": "TorchrunEngine", "accelerate": "AccelerateEngine"}
 
 _MODEL = ModelConfig(
@@ -54,7 +48,6 @@ _TRAINING = TrainingConfig(
     z_loss_coef=0.01,
     precision="fp32",
 )
-_SECTIONS: dict[str, Any] = {"model": _MODEL, "training": _TRAINING}
 
 
 def small_config(store: Path, **changes: dict[str, Any]) -> Config:
@@ -67,7 +60,8 @@ def small_config(store: Path, **changes: dict[str, Any]) -> Config:
         optimizer=OptimizerConfig(learning_rate=1e-2),
         schedule=ScheduleConfig(name="linear", warmup_steps=1),
         distributed=DistributedConfig(cpu_threads=1, timeout_seconds=60),
-        **_SECTIONS,
+        model=_MODEL,
+        training=_TRAINING,
     )
     sections = {name: replace(getattr(base, name), **fields) for name, fields in changes.items()}
     return resolved(replace(base, **sections))
@@ -91,25 +85,6 @@ def run_engine(launcher: str, config: Config, *faults: Fault, windows: Any = Non
     return driven
 
 
-@contextmanager
-def rendezvous_in(file: Path) -> Iterator[None]:
-    """Process groups of this process, whoever asks for one, meet in `file` instead of the launcher's store.
-
-    A second group in one store would read the addresses that the first one left there.
-    """
-    connect = dist.init_process_group
-
-    def connect_by_file(*arguments: Any, **options: Any) -> None:
-        options |= {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        connect(*arguments, **options | {"init_method": f"file://{file}"})
-
-    dist.init_process_group = connect_by_file
-    try:
-        yield
-    finally:
-        dist.init_process_group = connect
-
-
 def reset_accelerate() -> None:
     """Forget the state that Accelerate keeps per process, and what it wrote into the environment."""
     for variable in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
@@ -120,18 +95,3 @@ def reset_accelerate() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-def accelerate_loader(config: Config, *faults: Fault) -> str:
-    """Class of the loader that Accelerate made of ours."""
-    reset_accelerate()
-    chosen = engine_class("accelerate")
-    with pytest.MonkeyPatch.context() as patch:
-        for fault in faults:
-            fault(patch, chosen)
-        engine: Any = chosen(config)
-        model = Decoder(config.model)
-        optimizer = build_optimizer(model, config.optimizer, config.training.precision)
-        own = engine.prepare(model, optimizer, global_batches(config, start_step=0), lambda model: None)
-        engine.close()
-    return type(own).__name__

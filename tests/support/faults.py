@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import llm_pretrain.optim.adamw as adamw
 from llm_pretrain.config.model_config import ModelConfig
@@ -79,6 +79,18 @@ def after(method: str, change: Callable[..., None]) -> Fault:
     return fault
 
 
+def setting(path: str, value: Any, method: str = "__init__") -> Fault:
+    """The fault of another value of an attribute, such as `scaler.update`, after a method of the engine."""
+    *way, last = path.split(".")
+
+    def change(self: Any, *_: Any) -> None:
+        for name in way:
+            self = getattr(self, name)
+        setattr(self, last, value)
+
+    return after(method, change)
+
+
 def around(method: str, substitute: Callable[..., Any]) -> Fault:
     """The fault of `substitute(original, self, *arguments)` in the place of a method of the engine."""
 
@@ -117,17 +129,13 @@ def own_steps(self: Any) -> int:
 # The objective
 
 
-def _mean_of_means(self: Any, objective: Any, output: Any, num_loss_tokens: int) -> Any:
-    return objective(output, 1) / objective.factor / (output.token_losses != 0).sum()
-
-
 def _late_aux_loss(self: Any, objective: Any, output: Any, num_loss_tokens: int) -> Any:
     own = self.config.model.router_aux_loss_coef * output.aux_loss_sum / (output.token_losses != 0).sum()
     return objective(output, num_loss_tokens) + own_steps(self) * own
 
 
-def _undivided(self: Any, config: Any) -> None:
-    self.accumulation_steps = 1
+def _counted_by_rank(self: Any, config: Any) -> None:
+    self.objective.factor //= self.world_size
 
 
 def _divided_elsewhere(self: Any, config: Any) -> None:
@@ -136,21 +144,17 @@ def _divided_elsewhere(self: Any, config: Any) -> None:
     self.objective = lambda output, tokens: objective(output, tokens * steps)
 
 
-def _without_aux_loss(self: Any, config: Any) -> None:
-    self.objective.router_aux_loss_coef = 0.0
-
-
-def _counted_by_rank(self: Any, config: Any) -> None:
-    self.objective.factor //= self.world_size
-
-
-MEAN_OF_MEANS = with_objective(_mean_of_means)
-UNDIVIDED = after("__init__", _undivided)
+MEAN_OF_MEANS = with_objective(
+    lambda self, objective, output, tokens: (
+        objective(output, 1) / objective.factor / (output.token_losses != 0).sum()
+    )
+)
+UNDIVIDED = setting("accumulation_steps", 1)
 """By hand: the loss is not divided by the accumulation steps."""
 DIVIDED_ELSEWHERE = after("__init__", _divided_elsewhere)
 """By hand: the number of tokens is multiplied instead."""
 DIVIDED_TWICE = with_objective(lambda self, objective, *a: objective(*a) / own_steps(self))
-LATE_AUX_LOSS = together(after("__init__", _without_aux_loss), with_objective(_late_aux_loss))
+LATE_AUX_LOSS = together(setting("objective.router_aux_loss_coef", 0.0), with_objective(_late_aux_loss))
 """Added beside the objective, after its scaling, and never divided by the accumulation steps."""
 MEAN_PER_RANK = together(
     after("__init__", _counted_by_rank), around("sum_integers", lambda original, self, values: list(values))
@@ -180,22 +184,6 @@ def _own_gate(self: Any, optimizer: Any) -> None:
     self.optimizer.step = gated
 
 
-def _kept_gradients(self: Any, optimizer: Any) -> None:
-    self.zero_grad = optimizer.zero_grad = lambda **options: None
-
-
-def _every_micro_batch(self: Any, optimizer: Any) -> None:
-    self.no_sync = nullcontext
-
-
-def _not_accumulated(self: Any, config: Any) -> None:
-    self.accelerator.accumulate = lambda model: nullcontext()
-
-
-def _synced_with_loader(self: Any, config: Any) -> None:
-    self.accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = True
-
-
 def _scheduled_by_accelerate(self: Any, optimizer: Any) -> None:
     config = self.config
     for group in optimizer.param_groups:
@@ -214,11 +202,16 @@ def _scheduled_by_accelerate(self: Any, optimizer: Any) -> None:
 
 OWN_GATE = _on_optimizer(_own_gate)
 """A step gate of one's own beside `accumulate`."""
-KEPT_GRADIENTS = _on_optimizer(_kept_gradients)
-EVERY_MICRO_BATCH = _on_optimizer(_every_micro_batch)
+KEPT_GRADIENTS = _on_optimizer(
+    lambda self, optimizer: [setattr(each, "zero_grad", lambda **_: None) for each in (self, optimizer)]
+)
+EVERY_MICRO_BATCH = setting("no_sync", nullcontext, "prepare")
 """By hand under DDP: every micro batch's gradients are reduced."""
-NO_ACCUMULATE = after("__init__", _not_accumulated)
-SYNC_WITH_LOADER = after("__init__", _synced_with_loader)
+NO_ACCUMULATE = setting("accelerator.accumulate", nullcontext)
+SYNC_WITH_LOADER = after(
+    "__init__",
+    lambda self, config: self.accelerator.gradient_state.plugin_kwargs.update(sync_with_dataloader=True),
+)
 PREPARED_SCHEDULE = together(
     _on_optimizer(_scheduled_by_accelerate), replacing(set_learning_rate, lambda optimizer, rate: None)
 )
@@ -233,17 +226,9 @@ def another_optimizer(patch: Patch, engine: type) -> None:
 # Gradient scaling, by hand in fp16
 
 
-def _clipped_first(self: Any, config: Any) -> None:
-    self.scaler.unscale_ = lambda optimizer: None
-
-
 def _unscaled(self: Any, config: Any) -> None:
     scale = self.scaler.scale
     self.scaler.scale = lambda loss: (scale(loss), loss)[1]
-
-
-def _never_updated(self: Any, config: Any) -> None:
-    self.scaler.update = lambda: None
 
 
 def _huge_scale(self: Any, config: Any) -> None:
@@ -251,9 +236,9 @@ def _huge_scale(self: Any, config: Any) -> None:
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**26)
 
 
-CLIP_FIRST = after("__init__", _clipped_first)
+CLIP_FIRST = setting("scaler.unscale_", lambda optimizer: None)
 UNSCALED = after("__init__", _unscaled)
-NO_UPDATE = after("__init__", _never_updated)
+NO_UPDATE = setting("scaler.update", lambda: None)
 HUGE_SCALE = after("__init__", _huge_scale)
 
 
@@ -277,11 +262,14 @@ def skip_by_own_loss(patch: Patch, engine: type) -> None:
     patch.setattr(Decision, "__call__", decide_alone)
 
 
-def _unsummed_losses(original: Any, self: Any, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_floating_point() else original(self, tensor)
+def _unsummed(is_meant: Callable[[torch.Tensor], bool]) -> Fault:
+    """The fault of tensors that a rank does not sum over ranks."""
+    return around(
+        "reduce_sum", lambda original, self, tensor: tensor if is_meant(tensor) else original(self, tensor)
+    )
 
 
-OWN_LOSSES = around("reduce_sum", _unsummed_losses)
+OWN_LOSSES = _unsummed(torch.is_floating_point)
 """Each rank judges a step by its own sums of losses."""
 WAITING = replacing(decision.decides_on_device, lambda config, engine: True)
 """No mistake: nobody reads a step's figures before the optimizer steps, as on a GPU."""
@@ -301,29 +289,12 @@ def _filled_up(original: Any, self: Any, model: Any, optimizer: Any, batches: An
     return original(self, model, optimizer, _truncated(batches, 2), initialize)
 
 
-class Stream(IterableDataset):
-    """A data set without a length or an order of its own."""
-
-    def __init__(self, loader: Any):
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-
 def _shard_first(original: Any, self: Any, model: Any, optimizer: Any, batches: Any, initialize: Any) -> Any:
     return original(self, model, optimizer, shard(batches, self.rank, self.world_size), initialize)
 
 
-def _iterable_data(
-    original: Any, self: Any, model: Any, optimizer: Any, batches: Any, initialize: Any
-) -> Any:
-    return original(self, model, optimizer, DataLoader(Stream(batches), batch_size=None), initialize)
-
-
 FILLED_UP = around("prepare", _filled_up)
 SHARDED_TWICE = around("prepare", _shard_first)
-ITERABLE_DATA = around("prepare", _iterable_data)
 NOT_SHARDED = replacing(shard, lambda loader, rank, world_size: loader)
 
 
@@ -333,20 +304,6 @@ NOT_SHARDED = replacing(shard, lambda loader, rank, world_size: loader)
 def with_ddp_option(name: str, value: Any) -> Fault:
     """The fault of another option of DistributedDataParallel."""
     return lambda patch, engine: patch.setitem(DDP_OPTIONS, name, value)
-
-
-def _own_buffers(self: Any, model: Any, *_: Any) -> None:
-    for buffer in model.buffers():
-        buffer.fill_(self.rank)
-
-
-def _dropout_by_rank(config: Any, batch: Any) -> None:
-    seed_dropout(config, replace(batch, micro_batch=dist.get_rank()))
-
-
-def _unsummed_counts(original: Any, self: Any, tensor: torch.Tensor) -> torch.Tensor:
-    is_count = tensor.dtype == torch.int64 and tensor.dim() > 1
-    return tensor if is_count else original(self, tensor)
 
 
 def _counted_apart(so_far: bool) -> Callable[..., Sequence[Any]]:
@@ -370,11 +327,16 @@ def _counted_apart(so_far: bool) -> Callable[..., Sequence[Any]]:
 STATIC_GRAPH = with_ddp_option("static_graph", True)
 SMALL_BUCKETS = with_ddp_option("bucket_cap_mb", 0.05)
 BROADCAST_BUFFERS = with_ddp_option("broadcast_buffers", True)
-OWN_BUFFERS = after("prepare", _own_buffers)
+OWN_BUFFERS = after(
+    "prepare", lambda self, model, *_: [buffer.fill_(self.rank) for buffer in model.buffers()]
+)
 """No mistake: buffers that tell the ranks apart."""
 NO_EMPTY_STEP = replacing(warm_up_backward, lambda engine: None)
-DROPOUT_BY_RANK = replacing(seed_dropout, _dropout_by_rank)
-COUNTS_OF_ONE_RANK = around("reduce_sum", _unsummed_counts)
+DROPOUT_BY_RANK = replacing(
+    seed_dropout,
+    lambda config, batch: seed_dropout(config, replace(batch, micro_batch=dist.get_rank())),
+)
+COUNTS_OF_ONE_RANK = _unsummed(lambda tensor: tensor.dtype == torch.int64 and tensor.dim() > 1)
 COUNTS_APART = replacing(attach_global_expert_counts, _counted_apart(so_far=False))
 COUNTS_SO_FAR = replacing(attach_global_expert_counts, _counted_apart(so_far=True))
 
@@ -401,27 +363,11 @@ experts_in_a_list = replacing(Experts, ListExperts)
 # Leaving
 
 
-def _holding_the_model(name: str) -> Fault:
-    def close(original: Any, self: Any) -> None:
-        held = SimpleNamespace(model=getattr(self, name))
-        original(self)
-        del held
-
-    return around("close", close)
-
-
-def _without_barrier(original: Any, self: Any) -> None:
-    with Patch.context() as patch:
-        patch.setattr(dist, "barrier", lambda *a, **k: None)
-        original(self)
-
-
-def _without_wait(original: Any, self: Any) -> None:
-    self.accelerator.wait_for_everyone = lambda: None
+def _holding_the_model(original: Any, self: Any) -> None:
+    held = SimpleNamespace(no_sync=self.no_sync)
     original(self)
+    del held
 
 
-NO_SYNC_KEPT = _holding_the_model("no_sync")
-MODEL_KEPT = _holding_the_model("model")
-NO_BARRIER = around("close", _without_barrier)
-NO_WAIT = around("close", _without_wait)
+NO_SYNC_KEPT = around("close", _holding_the_model)
+NO_WAIT = setting("accelerator.wait_for_everyone", lambda: None)

@@ -12,7 +12,6 @@
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -38,15 +37,6 @@ void faulty_arm(const char *folder, const char *journal_file, int with_data, int
     record_data = with_data, rank_number = rank, next_call = 0;
     target = at, how = how_, error_number = error, times = times_;
     armed = 1;
-}
-
-__attribute__((constructor)) static void arm_from_environment(void) {
-    const char *folder = getenv("FAULTY_IO_FOLDER"), *rank = getenv("RANK"), *wanted = getenv("FAULTY_IO_RANK");
-    if (!folder || !wanted || strcmp(wanted, rank ? rank : "0"))
-        return;
-    faulty_arm(folder, getenv("FAULTY_IO_JOURNAL"), 0, atoi(wanted), getenv("FAULTY_IO_ONLY"),
-               atol(getenv("FAULTY_IO_AT")), atoi(getenv("FAULTY_IO_HOW")), atoi(getenv("FAULTY_IO_ERROR")),
-               atol(getenv("FAULTY_IO_TIMES")));
 }
 
 /* The path that a call means, absolute; empty where there is none. */

@@ -37,20 +37,6 @@ class Fault:
     times: int = 1
     only: str = ""
 
-    def environment(self, library: Path, folder: Path, journal: Path, rank: int) -> dict[str, str]:
-        """Variables that put the fault into rank `rank` of whatever is launched with them."""
-        return {
-            "LD_PRELOAD": str(library),
-            "FAULTY_IO_FOLDER": str(folder),
-            "FAULTY_IO_JOURNAL": str(journal),
-            "FAULTY_IO_RANK": str(rank),
-            "FAULTY_IO_ONLY": self.only,
-            "FAULTY_IO_AT": str(self.at),
-            "FAULTY_IO_HOW": str(HOW[self.how]),
-            "FAULTY_IO_ERROR": str(self.error),
-            "FAULTY_IO_TIMES": str(self.times),
-        }
-
 
 def arm(library: str, folder: str, journal: str, with_data: bool, faults: list[dict[str, Any]]) -> None:
     """Put its fault into this rank, in whose process the library is preloaded."""

@@ -16,7 +16,7 @@ import json
 import os
 import random
 import resource
-import selectors
+import select
 import shutil
 import signal
 import socket
@@ -124,11 +124,8 @@ class Forked:
 
     def poll(self) -> list[int] | None:
         """The exit codes, or None while a rank still runs."""
-        if self._codes is None:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._connection, selectors.EVENT_READ)
-                if not selector.select(0):
-                    return None
+        if self._codes is None and not select.select([self._connection], [], [], 0)[0]:
+            return None
         return self.wait(START_SECONDS)
 
     def send(self, number: signal.Signals, rank: int | None = None) -> None:
@@ -196,23 +193,24 @@ def fork_server() -> ForkServer:
     return ForkServer(folder / "socket")
 
 
-def start_server(
-    path: Path, *, ends_with: int, variables: Mapping[str, str] | None = None
-) -> subprocess.Popen:
-    """Start a server that listens at `path` and ends when the process `ends_with` is gone."""
+def own_environment() -> dict[str, str]:
+    """The environment without what a launcher would take for its own."""
     own = ("ACCELERATE_", "TORCHELASTIC_", "PYTEST_")
-    kept = {
+    return {
         name: value
         for name, value in os.environ.items()
         if name not in LAUNCHER_VARIABLES and not name.startswith(own)
     }
-    kept |= {
-        "PYTHONPATH": python_path(ROOT, ROOT / "tests"),
-        "PYTHONWARNINGS": "ignore",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
+
+
+def start_server(
+    path: Path, *, ends_with: int, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen:
+    """Start a server that listens at `path` and ends when the process `ends_with` is gone."""
+    kept = own_environment() | {"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
+    kept |= {"PYTHONPATH": python_path(ROOT, ROOT / "tests"), "PYTHONWARNINGS": "ignore"}
     # threads that spin while they wait take the cores from one another
-    kept |= {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"} | dict(variables or {})
+    kept |= {"OMP_WAIT_POLICY": "passive"} | dict(variables or {})
     log = path.with_suffix(".log")
     with log.open("w") as output:
         command = [sys.executable, "-m", "support.fork_server", str(path), str(ends_with)]
@@ -280,10 +278,8 @@ class _Server:
     def serve(self) -> None:
         """Serve until the process `ends_with` is gone; the ranks get SIGKILL with this process."""
         while _is_alive(self.ends_with):
-            with selectors.DefaultSelector() as selector:
-                for each in (self.listener, self.woken, *(launch.connection for launch in self.launches)):
-                    selector.register(each, selectors.EVENT_READ)
-                ready = [key.fileobj for key, _ in selector.select(0.5)]
+            sockets = [self.listener, self.woken, *(launch.connection for launch in self.launches)]
+            ready, _, _ = select.select(sockets, [], [], 0.5)
             if self.woken in ready:
                 with suppress(BlockingIOError):
                     self.woken.recv(4096)
@@ -368,13 +364,8 @@ class _Server:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # as at the top of the scripts
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             os.setsid()
-            for each in (
-                self.listener,
-                self.woken,
-                self.wake,
-                own,
-                *(each.connection for each in self.launches),
-            ):
+            others = [each.connection for each in self.launches]
+            for each in (self.listener, self.woken, self.wake, own, *others):
                 each.close()
             os.environ.clear()
             os.environ |= environment

@@ -15,7 +15,16 @@ from typing import Any
 
 import psutil
 import torch
-from support.fork_server import ROOT, RUN_FOLDER, SCRIPTS, Forked, Request, fork_server, python_path
+from support.fork_server import (
+    ROOT,
+    RUN_FOLDER,
+    SCRIPTS,
+    Forked,
+    Request,
+    fork_server,
+    own_environment,
+    python_path,
+)
 
 import train_pretrain
 from llm_pretrain.checkpoints.manifest import read_manifest
@@ -34,7 +43,6 @@ EXACT_KEYS = ("train/loss", "train/aux_loss", "train/z_loss", "train/router_z_lo
 EXACT_KEYS += ("train/learning_rate", "train/loss_tokens", "train/tokens", "train/skipped", "train/spike")
 EXACT_KEYS += ("train/loss_scale", "data/batch_sha256", "moe/load", "eval/loss", "eval/bits_per_byte")
 EXACT_KEYS += ("eval/predicted_loss", "eval/predicted_low", "eval/predicted_high")
-
 
 CPU_FILE = ROOT / "configs" / "accelerate" / "cpu2.yaml"
 """What launches two processes of Accelerate without a GPU."""
@@ -58,14 +66,8 @@ def launch_command(
 
 def environment(*, gpu: bool = False) -> dict[str, str]:
     """The test process's environment, without what a launcher would take for its own."""
-    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in drop and not key.startswith(("ACCELERATE_", "TORCHELASTIC_", "PYTEST_"))
-    }
     hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    return kept | hidden | {"PYTHONPATH": python_path(ROOT), "PYTHONWARNINGS": "ignore"}
+    return own_environment() | hidden | {"PYTHONPATH": python_path(ROOT), "PYTHONWARNINGS": "ignore"}
 
 
 @dataclass
@@ -196,6 +198,24 @@ def launch(
     return finished
 
 
+def script_request(
+    launcher: str,
+    world_size: int,
+    folder: Path,
+    options: Sequence[str],
+    *,
+    accelerate_file: Path = CPU_FILE,
+    **more: Any,
+) -> Request:
+    """A launcher's script on forked ranks; `more` are fields of `Request`."""
+    # the launcher's own options stand between its name and the script
+    own = launch_command(launcher, world_size, accelerate_file=accelerate_file)[3:-1]
+    argv = [*NO_REPORT, "--run.output_dir", str(folder), *options]
+    fields = {"launcher": launcher, "launcher_options": own if launcher == "accelerate" else []}
+    target = "support.fork_server:run_script"
+    return Request(target, [SCRIPTS[launcher], argv], world_size, **fields | more)
+
+
 class ForkedLaunch:
     """A script started on forked ranks; `launch` waits for its end, tests of faults act on it before."""
 
@@ -213,18 +233,9 @@ class ForkedLaunch:
         self.launcher, self.folder = launcher, folder
         self._output = Path(os.environ[RUN_FOLDER]) / f"output-{uuid.uuid4().hex}"
         self._output.touch()
-        # the launcher's own options stand between its name and the script
-        command = launch_command(launcher, world_size, accelerate_file=accelerate_file)
-        argv = [*NO_REPORT, "--run.output_dir", str(folder), *options]
-        request = Request(
-            "support.fork_server:run_script",
-            [SCRIPTS[launcher], argv],
-            world_size,
-            launcher=launcher,
-            launcher_options=command[3:-1] if launcher == "accelerate" else [],
-            output=str(self._output),
-            variables=dict(variables or {}),
-            before=list(before),
+        more = {"variables": dict(variables or {}), "before": list(before), "output": str(self._output)}
+        request = script_request(
+            launcher, world_size, folder, options, accelerate_file=accelerate_file, **more
         )
         self.ranks: Forked = fork_server().start(request)
 
@@ -237,12 +248,12 @@ class ForkedLaunch:
         """The ranks' exit codes, or None while one still runs."""
         return self.ranks.poll()
 
-    def finish(self, timeout: float = TIMEOUT_SECONDS) -> Finished:
+    def finish(self) -> Finished:
         """Wait for the end; the exit code is what the launcher would leave with."""
         try:
-            codes = self.ranks.wait(timeout)
+            codes = self.ranks.wait(TIMEOUT_SECONDS)
         except TimeoutError:
-            raise AssertionError(f"no end within {timeout} s; it printed:\n{self.output[-4000:]}") from None
+            raise AssertionError(f"no end in time; it printed:\n{self.output[-4000:]}") from None
         is_script = self.launcher == "torchrun" and len(codes) == 1
         output = self.output
         self._output.unlink()

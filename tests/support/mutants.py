@@ -13,44 +13,26 @@ from typing import NamedTuple
 from support.fork_server import ROOT
 from support.reached import DEFINITIONS, PROBED, blocks
 
-COMPARISONS = {
+COMPARISONS: dict[type, tuple[type, ...]] = {
     ast.Lt: (ast.GtE, ast.LtE),
     ast.GtE: (ast.Lt, ast.Gt),
     ast.Gt: (ast.LtE, ast.GtE),
     ast.LtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-    ast.Is: (ast.IsNot,),
-    ast.IsNot: (ast.Is,),
-    ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,),
 }
-OPERATORS = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.Pow: ast.Mult,
-}
+for one, other in ((ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)):
+    COMPARISONS |= {one: (other,), other: (one,)}
+OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div}
+OPERATORS |= dict.fromkeys((ast.Div, ast.FloorDiv, ast.Mod, ast.Pow), ast.Mult)
 COMMUTES = {"min", "max", "print", "add_argument"}
 LOGS = {"logger", "_logger", "_log", "logging", "warnings"}
 SKIPPED = ast.Raise | ast.Assert | ast.JoinedStr | ast.arg | ast.Import | ast.ImportFrom
 
 
 class Mutant(NamedTuple):
-    """A fault as it is stored.
+    """A fault as it is stored: `new` in the place of `old`, an expression or a simple statement.
 
-    Args:
-        number: Of the mutant, from 1.
-        file: Path from the root.
-        function: Qualified name; empty at module level.
-        kind: What was done.
-        old: An expression or a simple statement, as `ast.unparse` writes it.
-        new: What takes its place.
-        occurrence: Which of several equal ones in the function, from 0.
-        replaces: Number of a mutant whose code is gone.
+    `function` is a qualified name, empty at module level; `occurrence` says which of several equal ones in
+    the function, from 0; `replaces` is the number of a mutant whose code is gone.
     """
 
     number: int
@@ -64,14 +46,9 @@ class Mutant(NamedTuple):
 
 
 class Spot(NamedTuple):
-    """An expression or statement.
+    """An expression or statement, and the expressions `around` it, up to a simple statement, innermost first.
 
-    Args:
-        node: Itself.
-        around: The expressions around it, up to a simple statement; innermost first.
-        function: Qualified name; empty at module level.
-        block: Name of the block that it is in; empty where a module is imported.
-        is_condition: Whether it decides an `if` or `while`.
+    `block` is empty where a module is imported; `is_condition`: it decides an `if` or `while`.
     """
 
     node: ast.expr | ast.stmt
@@ -82,11 +59,8 @@ class Spot(NamedTuple):
 
 
 def sources() -> list[str]:
-    found = [
-        path
-        for each in PROBED
-        for path in ([ROOT / each] if each.endswith(".py") else (ROOT / each).rglob("*.py"))
-    ]
+    package, *scripts = PROBED
+    found = [*(ROOT / package).rglob("*.py"), *(ROOT / script for script in scripts)]
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 

@@ -23,9 +23,7 @@ _spent = 0.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rows", help="file that gets a row of JSON for each test and shared fixture")
     parser.addoption("--chosen", help="file with the ids of the tests to run, a line each")
-    parser.addoption(
-        "--notes", help="folder that gets a file for each test and shared fixture: blocks reached"
-    )
+    parser.addoption("--notes", help="folder that gets a file for each of them: blocks reached")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,11 +61,8 @@ def note_for(name: str) -> None:
 def shared_fixtures(item: pytest.Item) -> list[str]:
     """The fixtures that other tests use too, which only the first of them sets up."""
     found = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-    return [fixture_name(each) for definitions in found for each in definitions if each.scope != "function"]
-
-
-def fixture_name(definition: pytest.FixtureDef) -> str:
-    return f"{definition.baseid}::{definition.argname}"
+    shared = [each for definitions in found for each in definitions if each.scope != "function"]
+    return [f"{each.baseid}::{each.argname}" for each in shared]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -76,13 +71,14 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureR
     if fixturedef.scope == "function":
         return (yield)
     start, before = time.monotonic(), os.environ.get(NOTES)
-    note_for(fixture_name(fixturedef))
+    name = f"{fixturedef.baseid}::{fixturedef.argname}"
+    note_for(name)
     try:
         return (yield)
     finally:
         seconds = time.monotonic() - start
         _spent += seconds
-        write_row(fixture=fixture_name(fixturedef), seconds=seconds)
+        write_row(fixture=name, seconds=seconds)
         if before is not None and _config.getoption("--notes"):
             builtins._reached_.seen.clear()  # type: ignore[attr-defined]
             os.environ[NOTES] = before

@@ -16,8 +16,7 @@ import pickle
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.engines import engine_class, rendezvous_in, reset_accelerate, small_config
+from support.engines import engine_class, reset_accelerate, small_config
 from support.faults import Fault
 from support.fork_server import Request, fork_server, note_imports
 from support.stepping import Driven, drive
@@ -81,7 +80,6 @@ def case_config(store: Path, case: Case) -> Any:
 def run_ranks(
     store: Path,
     folder: Path,
-    timeout: float = 1200,
     *,
     plan: str = "rank_plan",
     world_size: int = WORLD_SIZE,
@@ -96,7 +94,7 @@ def run_ranks(
         launcher="torchrun",
         output=str(output),
     )
-    codes = fork_server().run(request, timeout)
+    codes = fork_server().run(request, 1200)
     assert not any(codes), (codes, output.read_text()[-4000:])
     ranks = [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(world_size)]
     return {name: [outcomes[name] for outcomes in ranks] for name in ranks[0]}
@@ -115,27 +113,30 @@ def has_slow(request: pytest.FixtureRequest) -> bool:
 
 def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
     """Run one case on this rank, in a process group of its own."""
-    outcome = Outcome()
-    leave, barrier = dist.destroy_process_group, dist.barrier
-    forward = DistributedDataParallel.forward
+    outcome, connect = Outcome(), dist.init_process_group
+
+    def connect_by_file(*arguments: Any, **options: Any) -> None:
+        """A second group in the launcher's store would read the addresses that the first one left there."""
+        options |= {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        connect(*arguments, **options | {"init_method": f"file://{rendezvous}"})
+
     reset_accelerate()
     try:
-        with rendezvous_in(rendezvous):
-            _train(case, store, outcome)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "init_process_group", connect_by_file)
+            _train(case, store, outcome, patch)
     except Exception as error:
         outcome.error = f"{type(error).__name__}: {error}"
-    dist.destroy_process_group, dist.barrier = leave, barrier
-    DistributedDataParallel.forward = forward
     gc.collect()  # whatever the case left behind: this process is to live on
     meet(rendezvous)
     if dist.is_initialized():
-        leave()
+        dist.destroy_process_group()
     if outcome.error:  # the engine was not closed, and the next case may have an equal mesh
         clear_mesh_caches()
     return outcome
 
 
-def _train(case: Case, store: Path, outcome: Outcome) -> None:
+def _train(case: Case, store: Path, outcome: Outcome, patch: pytest.MonkeyPatch) -> None:
     """Train and close, noting in which order; the group itself is left later, when nothing hangs on it."""
     wrapped: Callable[[], Any] = lambda: None  # noqa: E731
     barrier, forward = dist.barrier, DistributedDataParallel.forward
@@ -152,26 +153,26 @@ def _train(case: Case, store: Path, outcome: Outcome) -> None:
     def note_leaving(*_: Any, **__: Any) -> None:
         outcome.events.append("leave" if wrapped() is None else "leave with a live model")
 
-    dist.destroy_process_group, dist.barrier = note_leaving, note_barrier
-    DistributedDataParallel.forward = note_forward
+    patch.setattr(dist, "destroy_process_group", note_leaving)
+    patch.setattr(dist, "barrier", note_barrier)
+    patch.setattr(DistributedDataParallel, "forward", note_forward)
     chosen = engine_class(case.launcher)
-    with pytest.MonkeyPatch.context() as patch:
-        for fault in case.faults:
-            fault(patch, chosen)
-        config = case_config(store, case)
-        prepare_process(config)
-        engine: Any = chosen(config)
-        with noted_sums(outcome.sums) if case.counted else nullcontext():
-            outcome.driven = drive(engine, config)
-        outcome.model_class = type(engine.model).__name__
-        wrapped = weakref.ref(engine.model)
-        outcome.events.clear()
-        engine.close()
+    for fault in case.faults:
+        fault(patch, chosen)
+    config = case_config(store, case)
+    prepare_process(config)
+    engine: Any = chosen(config)
+    if case.counted:
+        note_sums(patch, outcome.sums)
+    outcome.driven = drive(engine, config)
+    outcome.model_class = type(engine.model).__name__
+    wrapped = weakref.ref(engine.model)
+    outcome.events.clear()
+    engine.close()
 
 
-@contextmanager
-def noted_sums(sizes: list[int]) -> Iterator[None]:
-    """Note the number of elements of every sum over ranks: DDP's by a hook that does as it does without."""
+def note_sums(patch: pytest.MonkeyPatch, sizes: list[int]) -> None:
+    """Note the number of elements of every sum over ranks; DDP's by a hook that sums in its place."""
     all_reduce, wrap = dist.all_reduce, DistributedDataParallel.__init__
 
     def noted(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
@@ -186,11 +187,8 @@ def noted_sums(sizes: list[int]) -> Iterator[None]:
         wrap(self, *arguments, **options)
         self.register_comm_hook(dist.get_world_size(), reduce)
 
-    dist.all_reduce, DistributedDataParallel.__init__ = noted, wrapped
-    try:
-        yield
-    finally:
-        dist.all_reduce, DistributedDataParallel.__init__ = all_reduce, wrap
+    patch.setattr(dist, "all_reduce", noted)
+    patch.setattr(DistributedDataParallel, "__init__", wrapped)
 
 
 def meet(rendezvous: Path, timeout: float = HANG_SECONDS) -> None:

@@ -33,11 +33,8 @@ def blocks(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
 
     def visit(node: ast.AST, name: str, inside: bool, numbers: Iterator[int]) -> Iterator:
         if isinstance(node, DEFINITIONS):
-            name, inside, numbers = (
-                f"{name}.{node.name}".lstrip("."),
-                not isinstance(node, ast.ClassDef),
-                count(),
-            )
+            name, numbers = f"{name}.{node.name}".lstrip("."), count()
+            inside = not isinstance(node, ast.ClassDef)
         for field in ("body", "orelse", "finalbody"):
             if inside and (statements := getattr(node, field, None)):
                 yield f"{name}#{next(numbers)}", statements

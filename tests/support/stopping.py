@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 from filelock import FileLock
-from support.interrupting import newest_checkpoint
+from support.interrupting import newest_checkpoint, wait_for_step
 from support.launching import (
     ACCELERATE_SCRIPT,
     CPU_FILE,
@@ -113,14 +113,7 @@ def wait_until(launch: Launch, happened: Callable[[], bool], what: str, *, pause
 
 def row_of(step: int) -> Callable[[Launch], None]:
     """The moment when the row of `step` is written."""
-
-    def moment(launch: Launch) -> None:
-        metrics = launch.folder / "metrics.jsonl"
-        wait_until(
-            launch, lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), f"step {step}"
-        )
-
-    return moment
+    return lambda launch: wait_for_step(launch.process, launch.folder, step)
 
 
 def start_of_run(launch: Launch) -> None:

@@ -34,23 +34,28 @@ PP_CP = {"pp_size": 2, "cp_size": 2}
 PP_TP = {"pp_size": 2, "tp_size": 2}
 
 
-def _softmax_of_own_rows(patch: Patch, engine: type) -> None:
+def _instead(owner: Any, name: str) -> Callable[[Callable[..., Any]], Fault]:
+    """The fault of a function `wrong(original, *arguments)` in the place of one of a module or class."""
+
+    def fault_of(wrong: Callable[..., Any]) -> Fault:
+        right = getattr(owner, name)
+        changed: Any = lambda *arguments: wrong(right, *arguments)  # noqa: E731
+        return lambda patch, engine: patch.setattr(owner, name, changed)
+
+    return fault_of
+
+
+@_instead(tensor_parallel, "_over_vocabulary")
+def _softmax_of_own_rows(right: Any, group: Any, lse: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The normaliser of the loss is that of a rank's rows of the vocabulary."""
-    right = tensor_parallel._over_vocabulary
-    patch.setattr(
-        tensor_parallel, "_over_vocabulary", lambda group, lse, target: (lse, right(group, lse, target)[1])
-    )
+    return lse, right(group, lse, target)[1]
 
 
-def _vocabulary_of_each_rank(patch: Patch, engine: type) -> None:
+@_instead(tensor_parallel, "_over_vocabulary")
+def _vocabulary_of_each_rank(right: Any, group: Any, lse: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """The normaliser has the whole vocabulary once for every rank."""
-    right = tensor_parallel._over_vocabulary
-
-    def wrong(group: Any, lse: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        whole, label = right(group, lse, target)
-        return whole + math.log(dist.get_world_size(group)), label
-
-    patch.setattr(tensor_parallel, "_over_vocabulary", wrong)
+    whole, label = right(group, lse, target)
+    return whole + math.log(dist.get_world_size(group)), label
 
 
 def _tokens_of_each_rank(patch: Patch, engine: type) -> None:
@@ -82,64 +87,42 @@ def _recomputed_in_another_group(patch: Patch, engine: type) -> None:
     patch.setattr(tensor_parallel, "_gather", wrong)
 
 
-def _mask_of_another_part(patch: Patch, engine: type) -> None:
+@_instead(Router, "forward")
+def _mask_of_another_part(right: Any, router: Any, x: Tensor, mask: Tensor, *others: Any) -> Any:
     """A router counts its positions by the loss mask of another rank's."""
-    right = Router.forward
-
-    def wrong(self: Any, x: Tensor, mask: Tensor, *others: Any) -> Any:
-        (group,) = self.total.args
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        parts = collectives.all_gather(mask, group).chunk(ranks)
-        return right(self, x, parts[(rank + 1) % ranks], *others)
-
-    patch.setattr(Router, "forward", wrong)
+    (group,) = router.total.args
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = collectives.all_gather(mask, group).chunk(ranks)
+    return right(router, x, parts[(rank + 1) % ranks], *others)
 
 
-def _own_number_of_tokens(patch: Patch, engine: type) -> None:
+@_instead(context_parallel, "_total")
+def _own_number_of_tokens(right: Any, group: Any, counts: Tensor) -> Tensor:
     """The balance loss divides the counts of whole sequences by the tokens of a rank's part."""
-    right = context_parallel._total
-
-    def wrong(group: Any, counts: Tensor) -> Tensor:
-        total = right(group, counts)
-        total[:, -1] = counts[:, -1]
-        return total
-
-    patch.setattr(context_parallel, "_total", wrong)
+    total = right(group, counts)
+    total[:, -1] = counts[:, -1]
+    return total
 
 
-def _counts_overwritten(patch: Patch, engine: type) -> None:
+@_instead(moe, "balance_sum")
+def _counts_overwritten(
+    right: Any, probs: Tensor, chosen: Tensor, mask: Tensor, total: Any
+) -> tuple[Tensor, Tensor]:
     """A rank's counts are overwritten by their sum over ranks, which is then added again."""
-    right = moe.balance_sum
-
-    def wrong(probs: Tensor, chosen: Tensor, mask: Tensor, total: Any) -> tuple[Tensor, Tensor]:
-        aux_loss, counts = right(probs, chosen, mask, total)
-        return aux_loss, total(counts)
-
-    patch.setattr(moe, "balance_sum", wrong)
+    aux_loss, counts = right(probs, chosen, mask, total)
+    return aux_loss, total(counts)
 
 
-def _loss_times_cp(patch: Patch, engine: type) -> None:
-    begin = Objective.__init__
-
-    def wrong(self: Objective, config: Any, world_size: int) -> None:
-        begin(self, config, world_size)
-        self.factor *= config.distributed.cp_size
-
-    patch.setattr(Objective, "__init__", wrong)
+@_instead(Objective, "__init__")
+def _loss_times_cp(right: Any, objective: Objective, config: Any, world_size: int) -> None:
+    right(objective, config, world_size)
+    objective.factor *= config.distributed.cp_size
 
 
-def _mean_of_ranks(patch: Patch, engine: type) -> None:
-    """FSDP divides by the ranks that it shards over, of which some have the same micro batch."""
-    faults.replace_everywhere(patch, fsdp.sum_gradients, lambda model: None)
-
-
-def _dropped_reduction(patch: Patch, engine: type) -> None:
+@_instead(context_parallel, "reduce_scatter")
+def _dropped_reduction(right: Any, parts: Tensor, group: Any) -> Tensor:
     """The gradient of gathered keys and values is a rank's own: the sum over ranks is not used."""
-
-    def wrong(parts: Tensor, group: Any) -> Tensor:
-        return parts.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
-
-    patch.setattr(context_parallel, "reduce_scatter", wrong)
+    return parts.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
 
 
 def _with_part(patch: Patch, change: Any) -> None:
@@ -161,11 +144,6 @@ def _positions_from_zero(patch: Patch, engine: type) -> None:
     _with_part(patch, _first_positions)
 
 
-def _positions_of_a_stage(patch: Patch, engine: type) -> None:
-    """The same in the second stage of a pipeline."""
-    _with_part(patch, lambda *arguments: _first_positions(*arguments) if arguments[2].pp else {})
-
-
 def _documents_dropped(patch: Patch, engine: type) -> None:
     """Sequences are one document."""
 
@@ -185,30 +163,25 @@ def _labels_after_the_cut(patch: Patch, engine: type) -> None:
     _with_part(patch, change)
 
 
-def _loss_of_own_chunks(patch: Patch, engine: type) -> None:
+@_instead(StepSums, "reduce")
+def _loss_of_own_chunks(right: Any, sums: StepSums, engine: Any) -> Tensor:
     """What is logged is summed over `tp`, not over `cp`."""
-
-    def wrong(self: StepSums, engine: Any) -> Tensor:
-        assert self.vector is not None
-        dist.all_reduce(self.vector, group=engine.meshes.tp.get_group())
-        return self.vector
-
-    patch.setattr(StepSums, "reduce", wrong)
+    assert sums.vector is not None
+    dist.all_reduce(sums.vector, group=engine.meshes.tp.get_group())
+    return sums.vector
 
 
-def _weights_of_own_experts(patch: Patch, engine: type) -> None:
+@_instead(expert_parallel, "_exchange")
+def _weights_of_own_experts(
+    right: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any
+) -> Tensor:
     """Routing weights get a gradient from the experts of their own rank only."""
-    right = expert_parallel._exchange
-
-    def wrong(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-        if rows.shape[1] == 1:
-            rank, is_own = dist.get_rank(group), torch.zeros_like(rows, dtype=torch.bool)
-            begin = sum(sent[:rank])
-            is_own[begin : begin + sent[rank]] = True
-            rows = torch.where(is_own, rows, rows.detach())
-        return right(rows, sent, received, group)
-
-    patch.setattr(expert_parallel, "_exchange", wrong)
+    if rows.shape[1] == 1:
+        rank, is_own = dist.get_rank(group), torch.zeros_like(rows, dtype=torch.bool)
+        begin = sum(sent[:rank])
+        is_own[begin : begin + sent[rank]] = True
+        rows = torch.where(is_own, rows, rows.detach())
+    return right(rows, sent, received, group)
 
 
 def _tied_counted_twice(patch: Patch, engine: type) -> None:
@@ -225,37 +198,24 @@ def _tied_counted_twice(patch: Patch, engine: type) -> None:
     patch.setattr(Pipeline, "clip_grad_norm", wrong)
 
 
-def _experts_divided(factor: float) -> Fault:
-    """The fault of experts' gradients that FSDP divides after their reduction."""
-    right = fsdp.sum_gradients
-
-    def wrong(model: Any) -> None:
-        right(model)
-        for module in model.modules():
-            if isinstance(module, expert_parallel.ParallelExperts):
-                module.set_gradient_divide_factor(factor)  # type: ignore[operator]  # FSDP's
-
-    return faults.replacing(right, wrong)
-
-
-def _balance_of_each_rank(patch: Patch, engine: type) -> None:
-    """The balance loss times the ranks of a group."""
-
-    def sums(output: Any) -> Any:
-        loss, z_loss, aux_loss, router_z_loss = loss_sums(output)
-        return loss, z_loss, aux_loss * 4, router_z_loss
-
-    faults.replace_everywhere(patch, loss_sums, sums)
+def _halved_divisor(model: Any, sum_gradients: Any = fsdp.sum_gradients) -> None:
+    sum_gradients(model)
+    for module in model.modules():
+        if isinstance(module, expert_parallel.ParallelExperts):
+            module.set_gradient_divide_factor(0.5)  # type: ignore[operator]  # FSDP's
 
 
 def _norms_of_each_part(patch: Patch, engine: type) -> None:
     """What is whole on the `tp` ranks has the gradient of a rank's positions only."""
     shard = fsdp.shard_full_precision
+    faults.replace_everywhere(
+        patch, shard, lambda model, mesh, vocabulary_mesh: shard(model, vocabulary_mesh, vocabulary_mesh)
+    )
 
-    def wrong(model: Any, mesh: Any, vocabulary_mesh: Any) -> Any:
-        return shard(model, vocabulary_mesh, vocabulary_mesh)
 
-    faults.replace_everywhere(patch, shard, wrong)
+def _times_ranks(output: Any) -> Any:
+    loss, z_loss, aux_loss, router_z_loss = loss_sums(output)
+    return loss, z_loss, aux_loss * 4, router_z_loss
 
 
 def _norm_of(gradients: Callable[[list[Any]], list[Any]]) -> Fault:
@@ -268,6 +228,11 @@ def _norm_of(gradients: Callable[[list[Any]], list[Any]]) -> Fault:
     return faults.replacing(fsdp.clip_over_meshes, clip)
 
 
+MEAN_OF_RANKS = faults.replacing(fsdp.sum_gradients, lambda model: None)
+"""FSDP divides by the ranks that it shards over, of which some have the same micro batch."""
+EXPERTS_TIMES_RANKS = faults.replacing(fsdp.sum_gradients, _halved_divisor)
+BALANCE_OF_EACH_RANK = faults.replacing(loss_sums, _times_ranks)
+"""The balance loss times the ranks of a group."""
 OWN_PARTS = _norm_of(lambda parameters: [each.grad.to_local() for each in parameters])
 NO_EXPERTS = _norm_of(lambda parameters: [each.grad for each in parameters if each.dim() < 3])
 
@@ -294,19 +259,17 @@ TRAPS: dict[str, Trap] = {
     "own number of tokens": Trap(_own_number_of_tokens, TP_CP_EP, "gradients", 0.1),
     "counts overwritten": Trap(_counts_overwritten, TP_CP_EP, "sums", 0.1),
     "loss times cp": Trap(_loss_times_cp, TP_CP_EP, "gradients", 0.1),
-    "mean of ranks": Trap(_mean_of_ranks, TP_CP_EP, "gradients", 0.1),
+    "mean of ranks": Trap(MEAN_OF_RANKS, TP_CP_EP, "gradients", 0.1),
     "dropped reduction": Trap(_dropped_reduction, TP_CP_EP, "gradients", 0.1),
     "positions from zero": Trap(_positions_from_zero, TP_CP_EP, "gradients", 0.1),
     "documents dropped": Trap(_documents_dropped, TP_CP_EP, "gradients", 1e-3),
     "labels after the cut": Trap(_labels_after_the_cut, TP_CP_EP, "losses", 1e-4),
     "loss of own chunks": Trap(_loss_of_own_chunks, TP_CP_EP, "losses", 0.1),
     "weights of own experts": Trap(_weights_of_own_experts, TP_CP_EP, "gradients", 0.1),
-    "positions of a stage": Trap(_positions_of_a_stage, PP_CP, "gradients", 1e-3),
     "tied counted twice": Trap(_tied_counted_twice, PP_CP, "norms", 1e-3),
     "norms of each part": Trap(_norms_of_each_part, {"tp_size": 2}, "gradients", 0.1),
-    "router losses times ranks": Trap(_balance_of_each_rank, {"tp_size": 4}, "gradients", 0.1),
-    "experts times ranks": Trap(_experts_divided(0.5), {"ep_size": 2}, "gradients", 0.4),
-    "experts divided twice": Trap(_experts_divided(2.0), {"ep_size": 2}, "gradients", 0.4),
+    "router losses times ranks": Trap(BALANCE_OF_EACH_RANK, {"tp_size": 4}, "gradients", 0.1),
+    "experts times ranks": Trap(EXPERTS_TIMES_RANKS, {"ep_size": 2}, "gradients", 0.4),
     "norm without the experts": Trap(NO_EXPERTS, {"ep_size": 2}, "norms", 1e-3),
     "norm of own parts": Trap(OWN_PARTS, {"tp_size": 2}, "norms", 1e-3),
 }

@@ -10,8 +10,6 @@ import torch
 from support.corpora import make_store
 from support.engines import reset_accelerate, small_config
 from support.once import once
-from support.rank_cases import Outcome, case_config, run_ranks
-from support.rank_plan import CASES
 
 from llm_pretrain.config.tree import Config
 
@@ -43,18 +41,3 @@ def clean_process(monkeypatch) -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     reset_accelerate()
-
-
-@pytest.fixture(scope="session")
-def ranks(store_folder, tmp_path_factory) -> dict[str, list[Outcome]]:
-    """What three connected processes did in each case of `rank_plan.CASES`, by case and rank.
-
-    Fails where one of them hangs or crashes.
-    """
-    return once(tmp_path_factory, "ranks", lambda folder: run_ranks(store_folder, folder))
-
-
-@pytest.fixture
-def rank_config(store_folder) -> Callable[[str], Config]:
-    """The configuration of a case by name."""
-    return lambda name: case_config(store_folder, CASES[name])
