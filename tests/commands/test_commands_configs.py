@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +96,6 @@ def test_a_folders_config_json_becomes_the_model_section(name, tmp_path, capsys)
     assert ("num_experts" in written["model"]) == (name == "qwen3_moe"), "a dense one leaves room to upcycle"
 
 
-def test_a_folder_of_another_architecture_is_refused(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    line = refused(capsys, "--from_pretrained", str(tmp_path))
-    assert "model_type: expected one of qwen3" in line
-    assert str(tmp_path) in line
-
-
 def test_minimind_3s_options(tmp_path, capsys):
     corpus = tmp_path / "pretrain_t2t_mini.jsonl"
     corpus.write_text('{"text": "a"}\n' * 5000)
@@ -136,15 +128,6 @@ def test_minimind_3s_options(tmp_path, capsys):
         "taken as the options of",
     ):
         assert text in comments
-
-
-@pytest.mark.parametrize(("device", "precision"), [("mps", "fp32"), (None, "bf16")])
-def test_minimind_trains_in_fp32_without_a_gpu(device, precision, tmp_path, capsys):
-    """It casts on CUDA devices only, whatever its dtype says."""
-    options = "--dtype bfloat16" + (f" --device {device}" if device else "")
-    config, comments = imported(capsys, tmp_path, "--from_minimind", options)
-    assert config.training.precision == precision
-    assert (f"training.precision: fp32, as on device {device} there" in comments) == (precision == "fp32")
 
 
 def test_minimind_without_its_data_says_last_whose_max_steps_it_has(tmp_path, capsys):

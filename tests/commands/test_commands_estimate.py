@@ -70,13 +70,6 @@ def test_no_time_is_told_by_peaks_of_another_precision(capsys):
     assert "tokens per second" not in text
 
 
-def test_the_heaps_holes_are_a_cpus_alone():
-    config = preset("minimind3-64m")
-    assert estimate_memory(config, on_gpu=True).heap_holes == 0
-    found = estimate_memory(config)
-    assert 0 < found.heap_holes < found.peak / 4
-
-
 @pytest.mark.parametrize(("rows", "told"), [("8", "  fits into"), ("96", "may NOT fit"), ("400", "does NOT")])
 def test_it_is_said_whether_it_fits(rows, told, capsys):
     options = ["--training.micro_batch_size", rows, "--training.global_batch_size", rows]

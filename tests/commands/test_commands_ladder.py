@@ -20,8 +20,9 @@ from support.presets import preset
 from support.run_folders import make_run
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.config.loading import dump_yaml
-from llm_pretrain.config.tree import Config
+from llm_pretrain.commands import ladder as ladder_command
+from llm_pretrain.config.loading import dump_yaml, to_dict
+from llm_pretrain.config.tree import CheckpointConfig, Config, LoggingConfig
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError
 from llm_pretrain.forecast import ladder_training as _ladder_runs
 from llm_pretrain.forecast.budget import Speed
@@ -186,6 +187,26 @@ def test_a_ladder_of_which_two_sizes_are_left_is_refused(tmp_path, monkeypatch):
     make_run(run_folder(ladder, stable), [{"step": 1, "time": 1.0, "eval/loss": None}])
     with pytest.raises(DivergedError, match="expected 3 sizes or more that do not diverge, found 2; lower"):
         train(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf))
+
+
+def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path):
+    """All but sizes, which follow the base's, and the warm-up, which is at most the base's."""
+    ladder = make_ladder(tmp_path / "ladder")
+    base = dataclasses.replace(
+        ladder.base,
+        checkpoint=CheckpointConfig(save_steps=1, keep_last=2, keep_best=True, resume="never"),
+        logging=LoggingConfig(wandb_mode="online", tensorboard=True, report=True, parameters_sha256=True),
+    )
+    rung, before = ladder.rungs[0], to_dict(base)
+    for run in rung_runs(rung)[:2]:
+        after = to_dict(run_config(dataclasses.replace(ladder, base=base), run))
+        decided = {
+            f"{section}.{name}"
+            for section in ("training", "schedule", "checkpoint", "evaluation", "logging")
+            for name in before[section]
+            if before[section][name] != after[section][name]
+        }
+        assert decided - {"schedule.warmup_steps"} <= ladder_command._CHOSEN
 
 
 @pytest.mark.parametrize("cores", [1, 2, 7, 16])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 from support.corpora import make_store
 from support.fork_server import python_path
 from support.ladders import make_ladder
@@ -109,6 +110,13 @@ def test_money_becomes_a_configuration_for_gpus(folder, capsys, monkeypatch):
     assert "a GPU has 976.6 KiB: divide the model, `llm-pretrain simulate" in text
     config = load_config(["--config", str(folder / "night.yaml")], world_size=2)
     assert config.training.precision == "bf16"
+
+
+def test_nothing_is_measured_beside_another_command(folder, capsys):
+    with FileLock(folder / "ladder" / ".lock"):
+        assert plan(folder, "--time", "20m", "--world-size", "1") == 73
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith("expected no other command that runs in it, found one; wait for its end")
 
 
 @pytest.mark.usefixtures("long_evaluations")

@@ -35,13 +35,6 @@ def test_report_writes_the_page_of_a_run_or_of_several(run, tmp_path, capsys):
     assert "<title>2 runs – training report</title>" in page.read_text()
 
 
-def test_damaged_metrics_are_named_by_line(run, capsys):
-    (run / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    assert main(["report", str(run)]) == 74
-    assert "metrics.jsonl:2: expected a JSON object" in capsys.readouterr().err
-    assert not (run / "report.html").exists()
-
-
 def test_only_a_page_is_replaced(run, capsys):
     """Twice into the same file, an empty file; not a run's own files."""
     page = run / "page.html"
