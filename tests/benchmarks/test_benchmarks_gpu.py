@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.__main__ import main
-from benchmarks.gpu import pack, parts, roofline, rounds
-from benchmarks.gpu.parts import CASES, Case, Context, case_options, dense_twin
+from benchmarks.gpu import rounds
+from benchmarks.gpu.parts import CASES, Case, case_options, dense_twin
 from benchmarks.gpu.rounds import Part
-from benchmarks.gpu.where import busy, read_kernels
 from benchmarks.measuring import ROOT
-from benchmarks.reporting import SkippedError
 from llm_pretrain.config.loading import load_config, resolve_model
 from llm_pretrain.model.sizes import flops_per_token
 
@@ -77,6 +72,7 @@ def run_parts(
     return {part.name: part.state for part in chosen}
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_hangs_stops_no_other(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(rounds, "_DRY_PATIENCE", 1)
     states = run_parts(
@@ -89,38 +85,6 @@ def test_a_part_that_fails_or_hangs_stops_no_other(monkeypatch, tmp_path, capsys
     assert states["late"].startswith("not started, ")
     assert capsys.readouterr().out.endswith((tmp_path / "summary.txt").read_text())
     assert "has no attribute 'nothing'" in (tmp_path / "log.txt").read_text()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the rounds run here")
-def test_what_is_missing_or_unknown_is_said_in_one_line(monkeypatch, tmp_path, capsys):
-    assert main(["gpu", "2", "--output", str(tmp_path)]) == 0
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("skipped  gpu: needs a CUDA device, found none; --dry")
-    assert main(["gpu", "1", "speed", "--dry"]) == 2
-    assert "PART: expected some of facts, kernels" in capsys.readouterr().err
-    (tmp_path / "file").touch()
-    assert main(["gpu", "1", "--dry", "--output", str(tmp_path / "file")]) == 73
-    assert "file: expected a folder that can be made, found: File exists" in capsys.readouterr().err
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "H100")
-    monkeypatch.setattr(rounds, "PACKED", tmp_path)
-    assert main(["gpu", "1"]) == 2
-    assert "expected packed stores, found none; run make gpu-pack" in capsys.readouterr().err
-
-
-def test_carried_wheels_reach_what_a_part_launches(monkeypatch, tmp_path):
-    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("carried.py", "FOUND = 7\n")
-    monkeypatch.setattr(rounds, "WHEELS", tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "given"))
-    environment = rounds._Round(tmp_path, tmp_path, True).environment
-    found = environment["PYTHONPATH"].split(os.pathsep)
-    assert found[:2] == [str(ROOT), str(tmp_path / "given")]
-    launched = "import subprocess, sys; from benchmarks.launching import environment as e; "
-    launched += (
-        "sys.exit(subprocess.call([sys.executable, '-c', 'import carried; exit(carried.FOUND)'], env=e()))"
-    )
-    assert subprocess.call([sys.executable, "-c", launched], env=environment) == 7
 
 
 def test_ours_is_compared_with_peers_on_joined_documents(tmp_path):
@@ -144,16 +108,6 @@ def test_ours_is_compared_with_peers_on_joined_documents(tmp_path):
     assert "peak memory of trainer" not in text, "of another micro batch"
 
 
-def test_the_summary_keeps_the_last_rows_where_all_have_no_room(tmp_path):
-    file = tmp_path / "results.jsonl"
-    rows = ({"part": "a", "what": f"row {n}", "value": "x" * 100, "show": True} for n in range(200))
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = rounds.summary(file, [Part("a", "", (), 1)])
-    assert len(text) < 11_500
-    assert "row 199" in text
-    assert "row 0 " not in text
-
-
 @pytest.mark.parametrize("name", ["finegrained-moe-136m", "mixture"])
 def test_a_dense_twin_has_the_mixtures_flops(name):
     def flops(case: Case) -> float:
@@ -165,68 +119,3 @@ def test_a_dense_twin_has_the_mixtures_flops(name):
     assert flops(twin) == pytest.approx(flops(CASES[name]), rel=0.02)
     if name == "mixture":  # the pair of which lower bounds are counted
         assert flops(twin) == flops(CASES["dense of equal FLOPs"])
-
-
-def event(category: str, name: str, start: float, duration: float, thread: int = 1, **arguments: int) -> dict:
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "tid": thread, "pid": 1,
-            "args": arguments}  # fmt: skip
-
-
-def test_kernels_belong_to_parts_by_name_and_by_launch():
-    names = [
-        ("nvjet_tst_128x256", 110, "loss head: products"), ("_gradient_kernel", 120, "loss head: memory"),
-        ("multi_tensor_apply_kernel", 310, "optimizer"), ("flash_bwd_dq_dk_dv_loop", 500, "attention"),
-        ("triton_red_fused_add_mean_mul_pow_rsqrt_3", 520, "norms, and what is fused with them"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32", 560, "products of layers"), ("vectorized_add", 570, "other"),
-    ]  # fmt: skip
-    events = [
-        event("user_annotation", "loss head", 100, 50),
-        event("user_annotation", "Optimizer.step#AdamW.step", 300, 30),
-        event("kernel", "unlaunched", 2000, 1, 7),
-    ]
-    for number, (name, launched, _) in enumerate(names, 1):
-        events += [event("cuda_runtime", "cudaLaunchKernel", launched, 1, correlation=number),
-                   event("kernel", name, 1000 + 10 * number, 20, 7, correlation=number)]  # fmt: skip
-    found = read_kernels(events)
-    assert [each.part for each in found] == ["other", *(part for _, _, part in names)]
-    assert busy(found) == 1 + 10 * len(names) + 10, "kernels that overlap count once"
-
-
-def test_memory_that_runs_out_halves_the_micro_batch(monkeypatch, tmp_path):
-    started: list[str] = []
-    monkeypatch.setattr(parts.os, "execv", lambda _, command: started.append(command[-1]))
-
-    def fails(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("benchmarks.gpu.contact.facts", fails)
-    context = Context("x", "contact.facts", [], str(tmp_path), str(tmp_path), False)
-    with pytest.raises(SystemExit):
-        context.run()
-    again = Context(**json.loads(started[0]))
-    assert context.case("gpt2-124m").micro_batch_size == 2 * again.case("gpt2-124m").micro_batch_size
-
-
-def test_a_pack_that_is_too_large_is_refused(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sys, "argv", ["pack"])
-    monkeypatch.setattr(pack, "ROOT", tmp_path)
-    monkeypatch.setattr(pack, "PACKED", tmp_path / "gpu")
-    monkeypatch.setattr(pack, "WHEELS", tmp_path / "wheels")
-    monkeypatch.setattr(pack, "DOCUMENTS", {4096: 20})
-    monkeypatch.setattr(pack, "_tracked", lambda: [])
-    monkeypatch.setattr(pack, "_peaks", dict)
-    monkeypatch.setattr(pack, "_bounds", dict)
-    assert pack.main() == 0
-    assert {each.name for each in (tmp_path / "gpu").iterdir()} == {"stores", "counted.json"}
-    assert [each.name for each in (tmp_path / "gpu" / "stores").iterdir()] == ["4096"]
-    (tmp_path / "wheels" / "large.whl").write_bytes(bytes(100))
-    monkeypatch.setattr(pack, "MOST_BYTES", 99)
-    assert pack.main() == 1
-    assert "gpu-pack: expected at most 0 MiB, found" in capsys.readouterr().err
-
-
-def test_without_a_compiler_no_bounds_are_counted(monkeypatch):
-    counted = subprocess.CompletedProcess([], 0, '{"skipped": "no C++ compiler"}\n')
-    monkeypatch.setattr("benchmarks.gpu.roofline.subprocess.run", lambda *_, **__: counted)
-    with pytest.raises(SkippedError, match="no C"):
-        roofline._count(["gpt2-124m"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,8 +45,6 @@ def first_difference(*rows: dict[int, dict[str, Any]], **options: Any) -> Differ
 
 CHANGED: dict[str, tuple[dict[int, dict[str, Any]], str]] = {
     "a bit": (rows(6, loss=math.nextafter(rows(6)[3]["train/loss"], 9)), "train/loss"),
-    "a skipped step": (rows(6, skipped="overflow"), "train/skipped"),
-    "a column more": (rows(6, more=1), "train/more"),
     "a row less": ({step: row for step, row in rows(6).items() if step != 3}, "row"),
     "a column less": (
         rows(6) | {3: {k: v for k, v in rows(6)[3].items() if k != "train/tokens"}},
@@ -72,10 +71,6 @@ def test_rows_may_differ_in_times_and_speeds_and_end_earlier():
     assert first_difference(rows(6), other, steps=6) is None
     assert first_difference(rows(6), rows(4)) is None, "so far"
     assert first_difference(rows(6) | {0: {"step": 0, "eval/loss": 9.0}}, {}) is None, "died before any row"
-    short = first_difference(rows(6), rows(5), steps=6)
-    assert short is not None
-    assert (short.step, short.key) == (6, "row")
-    assert first_difference(rows(6, loss=0.0), rows(6, loss=-0.0)) is not None
     other = rows(6)
     other[3]["eval/loss"] = 1.5
     assert first_difference(other, rows(6)) is not None
@@ -98,8 +93,6 @@ def write_rows(folder: Path, name: str, made: list[dict[str, Any]]) -> None:
         (0, [], "began at step 1, expected 5"),  # it had not written a row yet
         (2, [3, 4], "began at step 3, expected 5"),  # an older checkpoint
         (4, [5, 7], "wrote step 7 where step 6 was due"),
-        (4, [5, 5], "wrote step 5 where step 6 was due"),
-        (4, [6], "began at step 6, expected 5"),
     ],
 )
 def test_an_attempt_begins_after_the_newest_checkpoint_and_skips_no_step(start, steps, text, tmp_path):
@@ -142,22 +135,21 @@ MIDDLE, LAST = "checkpoints/step-00000002", "checkpoints/step-00000004"
 WEIGHTS = "weights/step-00000004"
 
 
-def changed_bytes(name: str, change: Callable[[bytearray], bytearray]) -> Damage:
-    def damage(run: Path) -> None:
-        (file,) = (run / name).glob("*.safetensors")
-        file.write_bytes(change(bytearray(file.read_bytes())))
+def flip_a_bit(run: Path, name: str) -> None:
+    (file,) = (run / name).glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
 
-    return damage
 
-
-def flipped(data: bytearray) -> bytearray:
-    data[-1] ^= 1
-    return data
+def cut_weights(run: Path) -> None:
+    (file,) = (run / WEIGHTS).glob("*.safetensors")
+    os.truncate(file, 40)
 
 
 def with_its_digest(run: Path) -> None:
     """One bit of a tensor, for which the manifest vouches."""
-    changed_bytes(LAST, flipped)(run)
+    flip_a_bit(run, LAST)
     content = read_manifest(run / LAST)
     (name,) = content.files
     write_manifest(run / LAST, replace(content, files={name: file_digest(run / LAST / name)}))
@@ -173,23 +165,20 @@ def running(run: Path) -> None:
     (run / "status.json").write_text(json.dumps(status | {"state": "running", "exit_code": None}))
 
 
-def left_over(parent: str) -> Damage:
-    return lambda run: (run / parent / ".step-00000004.tmp-0123abcd").mkdir()
-
-
 DAMAGES: dict[str, tuple[Damage, bool, str]] = {
     "a tensor in one bit": (with_its_digest, True, "bit for bit"),
-    "a checkpoint in one bit": (changed_bytes(MIDDLE, flipped), False, f"{MIDDLE} is damaged"),
-    "a cut checkpoint": (changed_bytes(MIDDLE, lambda data: data[:-1]), False, f"{MIDDLE} is damaged"),
-    "no manifest": (lambda run: (run / MIDDLE / "manifest.json").unlink(), False, f"{MIDDLE} is damaged"),
+    "a checkpoint in one bit": (lambda run: flip_a_bit(run, MIDDLE), False, f"{MIDDLE} is damaged"),
     "another step": (another_step, False, f"{MIDDLE} is damaged"),
-    "other weights": (changed_bytes(WEIGHTS, flipped), True, ".safetensors: expected the reference's bytes"),
-    "cut weights": (changed_bytes(WEIGHTS, lambda data: data[:40]), False, f"{WEIGHTS} is damaged"),
+    "other weights": (
+        lambda run: flip_a_bit(run, WEIGHTS), True, ".safetensors: expected the reference's bytes"
+    ),
+    "cut weights": (cut_weights, False, f"{WEIGHTS} is damaged"),
     "no config.json": (lambda run: (run / WEIGHTS / "config.json").unlink(), True, "config.json differs"),
     "another status": (running, True, "expected finished, 0, step 4, found running"),
-    "a temporary checkpoint": (left_over("checkpoints"), True, "is left over"),
-    "temporary weights": (left_over("weights"), True, "is left over"),
-}
+    "a temporary checkpoint": (
+        lambda run: (run / "checkpoints" / ".step-00000004.tmp-0123abcd").mkdir(), True, "is left over"
+    ),
+}  # fmt: skip
 """What is done to the killed run, whether its ends are compared with the reference, and what is said."""
 
 
@@ -203,7 +192,7 @@ def test_a_damage_is_named(name, trained_run, killed):
     if name == "a tensor in one bit":
         assert violation.key in read_manifest(killed / LAST).tensors
         assert check_committed(killed) is None
-    assert len(temporary_folders(killed)) == name.startswith(("a temporary", "temporary"))
+    assert len(temporary_folders(killed)) == (name == "a temporary checkpoint")
 
 
 def test_a_monitor_sees_rows_and_saves_of_its_own_attempt_only(tmp_path):
@@ -340,7 +329,6 @@ def test_warm_up_saves_and_evaluations_are_fitted_into_a_short_run(plain_store, 
         return plan.steps, plan.save_steps, evaluation.eval_steps, evaluation.max_batches
 
     assert fitted("--schedule.warmup_steps", "900", "--training.max_steps", "9000") == (32, 4, 5, 4)
-    assert fitted("--paths", "torchrun") == (20, 4, 5, 4)
     assert fitted("--steps", "16") == (16, 2, 3, 4)
     own = ("--checkpoint.save_steps", "6", "--evaluation.eval_steps", "7", "--evaluation.max_batches", "1")
     assert fitted(*own) == (48, 6, 7, 1)

@@ -54,19 +54,6 @@ def test_the_launch_files_of_the_project_surprise_nobody(file: Path):
     assert told(file.read_text()) == []
 
 
-def test_the_file_is_found_where_accelerate_finds_it(
-    capsys: pytest.CaptureFixture[str],
-):
-    assert main(["doctor"]) == 0
-    assert f"no file at {default_accelerate_file()}" in capsys.readouterr().out
-    default_accelerate_file().parent.mkdir(parents=True)
-    default_accelerate_file().write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
-    assert main(["doctor"]) == 1
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert len(warnings) == 1
-    assert "MULTI_CPU starts one process" in warnings[0]
-
-
 @pytest.mark.parametrize("variable", ["HF_HOME", "XDG_CACHE_HOME", None])
 def test_accelerate_looks_there_too(variable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from accelerate.commands.config import config_args
@@ -94,18 +81,6 @@ def test_accelerate_looks_there_too(variable: str | None, tmp_path: Path, monkey
 def test_each_surprise_is_told_and_alone(text: str, start: str):
     (line,) = told(text, Config())
     assert line.startswith(start)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\nmixed_precision: 'no'",
-        "distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true",
-        "distributed_type: 'NO'\ndynamo_config: {dynamo_backend: 'NO'}",
-    ],
-)
-def test_what_works_is_not_warned_of(text: str):
-    assert told(text, Config()) == []
 
 
 def test_disagreements_with_the_configuration():
@@ -140,13 +115,3 @@ def test_the_machine_and_the_configuration(
         "warning: runs/gpt2-124m: 3 checkpoints and weights take 4.8 GiB",
     ):
         assert text in output, text
-
-
-def test_threads_as_a_run_would_have_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LLM_PRETRAIN_OMP_NUM_THREADS", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert main(["doctor"]) == 0
-    assert "3 for one process of a run, by OMP_NUM_THREADS" in capsys.readouterr().out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from support.launching import ROOT
 
@@ -70,42 +68,6 @@ def test_no_time_is_told_by_peaks_of_another_precision(capsys):
     text = estimate(capsys, "minimind3-64m", "--gpu", "h100", "--training.precision", "fp32")
     assert "time: not estimated in fp32" in text
     assert "tokens per second" not in text
-
-
-def test_short_runs_are_told_in_minutes_or_seconds(capsys):
-    for tokens, form in (("1e6", r"\d+s"), ("1e8", r"\d+m\d\ds"), ("1e12", r"\d+h\d\dm")):
-        text = estimate(capsys, "minimind3-64m", "--gpu", "h100", "--tokens", tokens)
-        line = next(line for line in text.splitlines() if "tokens in" in line)
-        assert re.search(f" in  {form}$", line.split(",")[0]), line
-
-
-def test_all_wrong_options_are_named_at_once(capsys):
-    options = ["--gpu", "abacus", "--mfu", "2", "--tokens", "-1", "--price", "-1"]
-    assert main(["estimate", "--config", str(CONFIGS / "minimind3-64m.yaml"), *options]) == 2
-    text = capsys.readouterr().err
-    places = [text.index(f"{name}: expected") for name in ("--gpu", "--mfu", "--price", "--tokens")]
-    assert places == sorted(places)
-
-
-def test_the_heaps_holes_are_a_cpus_alone():
-    config = preset("minimind3-64m")
-    assert estimate_memory(config, on_gpu=True).heap_holes == 0
-    found = estimate_memory(config)
-    assert 0 < found.heap_holes < found.peak / 4
-
-
-def test_the_peak_is_printed_as_coarse_and_a_mesh_is_estimated(capsys):
-    text = estimate(capsys, "minimind3-64m")
-    assert "coarse: within 25%" in text
-    assert "peak, about" in text
-    mesh = ["--distributed.dp_replicate_size", "4", "--distributed.ep_size", "8"]
-    whole = estimate(capsys, "qwen3-30b-a3b", "--gpu", "h100", "--world-size", "64", *mesh)
-    divided = estimate(
-        *(capsys, "qwen3-30b-a3b", "--gpu", "h100", "--world-size", "64", *mesh),
-        *("--distributed.tp_size", "2"),
-    )
-    assert whole != divided
-    assert "llm-pretrain simulate" in divided
 
 
 @pytest.mark.parametrize(("rows", "told"), [("8", "  fits into"), ("96", "may NOT fit"), ("400", "does NOT")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -15,7 +14,6 @@ from support.corpora import make_tokenizer
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints.opening import open_model
 from llm_pretrain.checkpoints.weights import save_weights
-from llm_pretrain.commands import export as export_command
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.export.huggingface import load_pretrained
 from llm_pretrain.files import MARKER
@@ -80,15 +78,6 @@ def test_the_type_changes_and_everything_else_comes_along(run, tmp_path):
     assert {file.name for file in source.iterdir()} == {file.name for file in out.iterdir()}
 
 
-def test_a_model_without_an_architecture_is_refused_by_field(tmp_path, capsys):
-    experts = {"num_experts": 4, "router_bias_update_rate": 0.01}
-    run = make_run(tmp_path, dataclasses.replace(CONFIG, **experts))
-    out = tmp_path / "out"
-    assert main(["export", str(run), "--to", "huggingface", "--output", str(out)]) == 2
-    assert "model.router_bias_update_rate: " in capsys.readouterr().err
-    assert not out.exists()
-
-
 def test_an_export_replaces_itself_with_overwrite_and_nothing_else(run, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
@@ -104,23 +93,6 @@ def test_an_export_replaces_itself_with_overwrite_and_nothing_else(run, tmp_path
     (out / "thesis.txt").unlink()
     (out / MARKER).unlink()
     assert main([*command, "--overwrite"]) == 2, "without its list of files"
-
-
-def test_what_another_export_wrote_meanwhile_is_not_replaced(run, tmp_path, capsys, monkeypatch):
-    out, read = tmp_path / "out", export_command._own_dtype
-    command = ["export", "--to", "huggingface", "--output", str(out)]
-
-    def other_export(config: dict) -> str:
-        monkeypatch.setattr(export_command, "_own_dtype", read)
-        assert main([*command, str(run / "weights/step-00000001")]) == 0
-        return read(config)
-
-    monkeypatch.setattr(export_command, "_own_dtype", other_export)
-    assert main([*command, str(run)]) == 2
-    assert "expected a new path, found one in use" in capsys.readouterr().err
-    first, found = weights(run / "weights/step-00000001"), weights(out)
-    assert all(found[name].equal(tensor) for name, tensor in first.items())
-    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
 
 
 FOUND: dict[str, tuple[str, str, int, str]] = {
@@ -153,37 +125,6 @@ def test_what_is_no_export_of_this_kind_is_never_replaced(run, tmp_path, capsys,
     assert main(["export", str(run), "--to", kind, "--output", str(tmp_path / place), "--overwrite"]) == code
     assert said in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_a_tokenizer_that_gguf_lacks_is_one_line(run, tmp_path, capsys):
-    pytest.importorskip("gguf", reason="writing GGUF needs the package gguf")
-    out = tmp_path / "model.gguf"
-    assert main(["export", str(run), "--to", "gguf", "--output", str(out)]) == 65
-    assert "export to huggingface" in capsys.readouterr().err
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model": 5},
-        {"pre_tokenizer": {"x": 1}},
-        {"pre_tokenizer": [1]},
-        {"pre_tokenizer": {"type": "Sequence"}},
-        {"added_tokens": [{"id": 0}]},
-        {"added_tokens": [{"id": "a", "content": "b"}]},
-    ],
-    ids=json.dumps,
-)
-def test_a_broken_tokenizer_is_refused_in_one_line(run, tmp_path, capsys, change):
-    pytest.importorskip("gguf", reason="writing GGUF needs the package gguf")
-    file = run / "weights" / "step-00000002" / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    assert main(["export", str(run), "--to", "gguf", "--output", str(tmp_path / "model.gguf")]) == 65
-    error = capsys.readouterr().err
-    assert "tokenizer.json: expected a tokenizer, found" in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "model.gguf").exists()
 
 
 def test_a_checkpoint_is_exported_in_full_precision(trained_run, tmp_path, monkeypatch):

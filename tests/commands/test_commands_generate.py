@@ -5,16 +5,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from support.corpora import make_tokenizer
-from support.launching import ROOT, train_tiny
+from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands import generate
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.data.chat import chat_prompt_ids
 from llm_pretrain.data.tokenizer_training import train_tokenizer
@@ -77,14 +75,6 @@ def test_prints_the_prompt_and_the_likeliest_continuation(folder, capsys):
     assert text == recomputed(folder, "hello", 30)
 
 
-def test_a_text_ends_with_the_models_positions_and_says_so(folder, capsys):
-    argv = [str(folder), "--prompt", "hello", "--max_new_tokens", "500", "--temperature", "0"]
-    assert main(["generate", *argv]) == 0
-    out, err = capsys.readouterr()
-    assert out == recomputed(folder, "hello", 64 - 6) + "\n"
-    assert err == "note: ended at the model's 64 positions (max_position_embeddings)\n"
-
-
 def test_a_tokenizer_that_is_not_the_models_is_said(folder, capsys):
     other = folder / "other"
     other.mkdir()
@@ -109,31 +99,6 @@ def test_top_1_and_a_tiny_top_p_are_the_likeliest(folder, capsys):
     options = (str(folder), "--prompt", "ab", "--max_new_tokens", "8")
     greedy = run(capsys, *options, "--temperature", "0")
     assert greedy == run(capsys, *options, "--top_k", "1") == run(capsys, *options, "--top_p", "0.0001")
-
-
-def test_streaming_changes_no_character(folder, capsys, monkeypatch):
-    options = (str(folder), "--prompt", "ab", "--max_new_tokens", "8")
-    whole = run(capsys, *options, "--no_stream")
-    written = []
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=lambda: None))
-    run(capsys, *options)
-    assert written[0] == "ab"
-    assert len(written) == 1 + 8 + 1
-    assert "".join(written) == whole + "\n"
-
-
-def test_each_text_of_a_batch_is_what_it_is_alone(folder, tmp_path, capsys):
-    (tmp_path / "prompt.txt").write_text("from a file\n")
-    options = ("--max_new_tokens", "10", "--temperature", "2", "--num_samples", "2", "--seed", "3")
-    prompts = ("--prompt", "abc", "--prompt", "", "--prompt_file", str(tmp_path / "prompt.txt"))
-    lines = run(capsys, str(folder), *prompts, *options).split("\n")
-    assert lines[::2] == [f"--- prompt {p}, sample {s} ---" for p in (1, 2, 3) for s in (1, 2)]
-    alone = [
-        run(capsys, str(folder), "--prompt", prompt, *options[:4], "--seed", seed)
-        for prompt in ("abc", "", "from a file")
-        for seed in ("3", "4")
-    ]
-    assert lines[1::2] == alone
 
 
 def test_an_end_token_ends_it(folder, capsys):
@@ -168,11 +133,6 @@ def test_what_the_model_lacks_is_named(folder, trained_run, capsys):
     assert "prompt 1: expected 1 to 63 tokens" in refused(2, "--prompt", "a" * 63)
     other = trained_run.folder / "weights" / "step-00000004"
     assert "another model's tokenizer" in refused(74, "--prompt", "a", "--tokenizer", str(other))
-    settings = folder / "generation_config.json"
-    settings.write_text('{"bos_token_id": 99999}')
-    expected = "expected a bos_token_id of the model's 64 ids, found 99999"
-    assert expected in refused(74, "--prompt", "a")
-    settings.unlink()
     file = folder / "config.json"
     config = file.read_text()
     file.write_text(json.dumps(json.loads(config) | {"bos_token_id": None, "eos_token_id": None}))
@@ -180,40 +140,12 @@ def test_what_the_model_lacks_is_named(folder, trained_run, capsys):
     file.write_text(config)
     (folder / "tokenizer.json").rename(folder / "moved.json")
     assert "tokenizer.json: expected the tokenizer beside the weights" in refused(74, "--prompt", "a")
-    (folder / "moved.json").rename(folder / "tokenizer.json")
-    with (folder / "model.safetensors").open("r+b") as weights:
-        weights.truncate(100)
-    assert "model.safetensors: expected a safetensors file" in refused(74, "--prompt", "a")
-
-
-def test_texts_are_drawn_as_they_are_printed_not_listed_before(folder, monkeypatch):
-    printed = []
-
-    def stop_after_two(text: str) -> None:
-        printed.append(text)
-        if len(printed) == 2:
-            raise BrokenPipeError
-
-    monkeypatch.setattr(generate, "write_out", stop_after_two)
-    many = [str(folder), "--prompt", "a", "--num_samples", str(10**12), "--max_new_tokens", "1"]
-    assert main(["generate", *many]) == 141
-    assert len(printed) == 2
-
-
-def test_a_terminal_without_the_characters_gets_question_marks(trained_run, capsys, monkeypatch):
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    options = ("--max_new_tokens", "3", "--temperature", "0")
-    assert main(["generate", str(trained_run.folder), "--prompt", "über", *options]) == 0
-    assert terminal.buffer.getvalue().startswith(b"?ber")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", [".", "weights"])
-def test_generation_imports_no_compiler(source, plain_store, tmp_path):
+def test_generation_imports_no_compiler(trained_run):
     """Each of these takes one to two CPU seconds, of four in all."""
-    train_tiny(plain_store, tmp_path / "run", "--training.max_steps", "1", "--schedule.warmup_steps", "0")
-    arguments = ["generate", str(tmp_path / "run" / source), "--prompt", "a"]
+    arguments = ["generate", str(trained_run.folder), "--prompt", "a"]
     slow = {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "sympy"}
     code = (
         f"import sys\nfrom llm_pretrain.__main__ import main\nassert main({arguments}) == 0\n"
@@ -325,14 +257,6 @@ def test_a_base_model_continues_the_text(base, talk, prompts):
     assert out.startswith(first.removeprefix("one").removesuffix("two"))
 
 
-def test_reset_quit_and_unknown_commands(base, talk, prompts):
-    _, err = talk(base, *OPTIONS, lines=["one", "/reset", "/nonsense", "two", "/quit", "three"])
-    tokenizer = open_tokenizer(base)
-    assert [tokenizer.decode(ids) for ids in prompts] == ["one", "two"]
-    assert "starts anew" in err
-    assert "unknown command /nonsense" in err
-
-
 def test_the_oldest_turns_are_dropped_where_positions_end(tmp_path, talk, prompts):
     folder = with_weights(make_tokenizer(tmp_path / "short"), positions=48)
     _, err = talk(folder, *OPTIONS, lines=["a" * 20, "b" * 20, "c" * 60, "d" * 5])
@@ -359,17 +283,3 @@ def test_an_interrupt_stops_the_answer_alone(base, talk, monkeypatch):
     assert "(stopped)" in err
     assert len(calls) == 2
     assert len(out.splitlines()) == 2
-
-
-def test_the_same_seed_gives_the_same_conversation(base, talk):
-    options = ("--max_new_tokens", "12", "--temperature", "1.5", "--seed")
-    first = talk(base, *options, "1", lines=["one", "two"])
-    assert first == talk(base, *options, "1", lines=["one", "two"])
-    assert first != talk(base, *options, "2", lines=["one", "two"])
-
-
-def test_bytes_that_are_no_text_are_named_by_line(with_template, talk):
-    options = (with_template, "--max_new_tokens", "2")
-    out, err = talk(*options, lines=["é", "\udcff", "b"], code=65)
-    assert out.endswith("\n")
-    assert err.endswith("error: standard input:2: expected UTF-8 text, found byte 0xff\n")

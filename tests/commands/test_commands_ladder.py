@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from support.fork_server import python_path
@@ -24,7 +23,7 @@ from llm_pretrain.__main__ import main
 from llm_pretrain.commands import ladder as ladder_command
 from llm_pretrain.config.loading import dump_yaml, to_dict
 from llm_pretrain.config.tree import CheckpointConfig, Config, LoggingConfig
-from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError, PretrainError
+from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError
 from llm_pretrain.forecast import ladder_training as _ladder_runs
 from llm_pretrain.forecast.budget import Speed
 from llm_pretrain.forecast.family import Sizes
@@ -210,7 +209,7 @@ def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path):
         assert decided - {"schedule.warmup_steps"} <= ladder_command._CHOSEN
 
 
-@pytest.mark.parametrize("cores", range(1, 17))
+@pytest.mark.parametrize("cores", [1, 2, 7, 16])
 def test_runs_side_by_side_use_the_cores_and_no_more(cores):
     machine = Machine(0, cores)
     threads = threads_of(machine)
@@ -234,23 +233,6 @@ def test_a_comparison_takes_no_option_of_a_ladder(tmp_path, capsys):
     assert printed[-1] == "ratios from 1.000 to 1.000, median 1.000; below 1 the second needs less"
 
 
-def test_a_folder_with_other_files_is_left_alone(plain_store, tmp_path, capsys):
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
-    assert main(command(plain_store, folder, *BUDGET)[2:]) == 73
-    assert "found notes.txt in it" in capsys.readouterr().err
-    assert [each.name for each in folder.iterdir()] == ["notes.txt"]
-
-
-def test_what_a_killed_command_left_of_its_first_file_is_no_other_file(plain_store, tmp_path):
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / ".ladder.json.tmp-0a1b2c3d").write_text("{")
-    assert main(command(plain_store, folder, "--budget", "1")[2:]) == 2, "too small"
-    assert list(folder.iterdir()) == []
-
-
 @pytest.fixture
 def measured(monkeypatch) -> list[int]:
     """Hidden sizes whose speed is measured: 1e11 FLOP/s in two slots."""
@@ -264,7 +246,7 @@ def measured(monkeypatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("seconds", "is_enough"), [(1.0, False), (600.0, False), (900.0, True), (3e8, True)])
+@pytest.mark.parametrize(("seconds", "is_enough"), [(600.0, False), (900.0, True)])
 def test_a_time_is_refused_after_one_measurement(plain_store, tmp_path, measured, seconds, is_enough):
     sizes = Sizes(with_store(preset("ladder"), plain_store))
     context = LaunchContext(ROOT, Machine(0, 2), math.inf)
@@ -341,7 +323,7 @@ def test_decays_follow_their_stable_runs_and_none_a_diverged_one(tmp_path, monke
     assert len(read_points(ladder.folder)) == 2 * (3 + 1)
 
 
-@pytest.mark.parametrize(("code", "exit_code"), [(75, 75), (1, 1), (0, 1), (-9, 71), (137, 71)])
+@pytest.mark.parametrize(("code", "exit_code"), [(75, 75), (1, 1), (-9, 71)])
 def test_a_run_that_is_killed_is_a_lost_process(tmp_path, code, exit_code):
     job = EndedJob(job_of(tmp_path / "run", 1), 1, None)
     assert failure(job, "run", code).exit_code == exit_code  # type: ignore[arg-type]  # what is used of it
@@ -356,14 +338,3 @@ def test_a_measurement_ends_the_processes_of_its_own_folder_alone(tmp_path, monk
     with pytest.raises(ZeroDivisionError):
         measure_steps([preset("ladder")], Path("measuring"), LaunchContext(ROOT, Machine(0, 2), math.inf))
     assert folders == [tmp_path / "measuring" / "0"] * 2
-
-
-@pytest.mark.parametrize(("error", "is_kept"), [(KeyboardInterrupt, False), (PretrainError("failed"), True)])
-def test_a_measurement_leaves_its_logs_only_where_a_run_failed(tmp_path, monkeypatch, error, is_kept):
-    def launch(*_: object) -> NoReturn:
-        raise error
-
-    monkeypatch.setattr(jobs, "RunningJob", launch)
-    with pytest.raises((KeyboardInterrupt, PretrainError)):
-        measure_steps([preset("ladder")], tmp_path / "m", LaunchContext(ROOT, Machine(0, 2), math.inf))
-    assert (tmp_path / "m" / "0.yaml").exists() == is_kept

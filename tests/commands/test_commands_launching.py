@@ -12,9 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
-from llm_pretrain.config.loading import PRESETS
 from llm_pretrain.errors import OutputError
 from llm_pretrain.launch import jobs as _launching
 from llm_pretrain.launch.jobs import (
@@ -23,7 +21,6 @@ from llm_pretrain.launch.jobs import (
     Machine,
     RunningJob,
     exit_on_signals,
-    launch_settings,
     run_until,
 )
 from llm_pretrain.launch.options import choose_output, create_output
@@ -44,20 +41,6 @@ def test_a_folder_with_files_is_rejected_and_default_names_are_numbered(tmp_path
     plan: Any = SimpleNamespace(output=tmp_path / "mine" / "file" / "parity")
     with pytest.raises(OutputError, match="file/parity: expected a folder that can be made"):
         create_output(plan, plan, Machine(cores=2, gpus=0))
-
-
-def test_accelerates_settings_start_the_requested_number_of_processes():
-    kinds = {
-        (size, gpu): launch_settings("ddp", None, size, on_gpu=gpu)
-        for size in (1, 2)
-        for gpu in (False, True)
-    }
-    for (size, gpu), settings in kinds.items():
-        assert settings["num_processes"] == size
-        assert settings["use_cpu"] is not gpu
-        assert settings["distributed_type"] == ("MULTI_GPU" if size > 1 else "NO")
-    file = yaml.safe_load((PRESETS / "accelerate" / "fsdp2.yaml").read_text())
-    assert launch_settings("fsdp", None, 4, on_gpu=False) == file | {"num_processes": 4}
 
 
 FAMILY = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import os
 import subprocess
@@ -16,7 +15,6 @@ from support.documents import ROOT
 
 from llm_pretrain.__main__ import COMMANDS, main
 from llm_pretrain.commands import prepare as prepare_command
-from llm_pretrain.files import replace_text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -38,7 +36,7 @@ def test_usage_lists_every_command(capsys):
     assert "expected a command" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("field", ["a\nb", "\x1b[31m", "\x9b2J", "\u202e", "\u2028"])
+@pytest.mark.parametrize("field", ["a\nb", "\x1b[31m", "\u202e"])
 def test_what_a_file_says_neither_breaks_a_line_nor_steers_the_terminal(tmp_path, capsys, field):
     corpus = write_jsonl(tmp_path / f"c{field}.jsonl", [{field: 1}])
     tokenizer, output = make_tokenizer(tmp_path / "tokenizer"), tmp_path / "s"
@@ -50,56 +48,48 @@ def test_what_a_file_says_neither_breaks_a_line_nor_steers_the_terminal(tmp_path
     assert error.count(field.encode("unicode_escape").decode()) == (1 if is_space else 2)
 
 
-@pytest.mark.parametrize("encoding", ["ascii:strict", "utf-8:strict"])
-def test_a_name_that_the_terminal_cannot_show_ends_no_command(tmp_path, encoding):
+def test_a_name_that_the_terminal_cannot_show_ends_no_command(tmp_path):
     names = [os.fsdecode(os.fsencode(tmp_path) + b"/\xff"), str(tmp_path / "é")]
     for name in names:
         Path(name).write_text(f"text {name!a}")
     tokenizer, output = make_tokenizer(tmp_path / "tokenizer"), tmp_path / "s"
     arguments = ["--input", *names, "--tokenizer", str(tokenizer), "--output", str(output)]
     command = [sys.executable, "-m", "llm_pretrain", "prepare", *arguments]
-    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    environment = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"\\udcff" in done.stdout
 
 
-def test_an_interruption_is_quiet(monkeypatch, capsys):
-    def interrupt(_: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(prepare_command, "run", interrupt)
-    assert main(["prepare", "--input", "a", "--tokenizer", "b", "--output", "c"]) == 130
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-@pytest.mark.parametrize("option", ["--help", "--version"])
-def test_an_output_that_cannot_be_written_is_one_line(option):
+def test_an_output_that_cannot_be_written_is_one_line():
+    command = [sys.executable, "-m", "llm_pretrain", "--version"]
     with open("/dev/full", "w") as full:
-        found = subprocess.run(
-            [sys.executable, "-m", "llm_pretrain", option],
-            check=False,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        found = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
     assert found.returncode == 74
-    assert found.stderr == f"llm-pretrain {option}: error: output: No space left on device\n"
+    assert found.stderr == "llm-pretrain --version: error: output: No space left on device\n"
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError("none left"), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")]
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (MemoryError("none left"), 71),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), 71),
+    ],
 )
-def test_memory_that_runs_out_is_one_line(error, monkeypatch, capsys):
+def test_an_interruption_is_quiet_and_memory_that_runs_out_is_one_line(error, code, monkeypatch, capsys):
     def fail(_: object) -> int:
         raise error
 
     monkeypatch.setattr(prepare_command, "run", fail)
-    assert main(["prepare", "--input", "a", "--tokenizer", "b", "--output", "c"]) == 71
-    line = capsys.readouterr().err
-    assert line.startswith(f"llm-pretrain prepare: error: out of memory: {error}; use a smaller")
-    assert line.count("\n") == 1
+    assert main(["prepare", "--input", "a", "--tokenizer", "b", "--output", "c"]) == code
+    said = capsys.readouterr().err
+    if code == 130:
+        assert said == ""
+    else:
+        assert said.startswith(f"llm-pretrain prepare: error: out of memory: {error}; use a smaller")
+        assert said.count("\n") == 1
 
 
 def test_commands_and_workers_start_without_torch():
@@ -108,23 +98,10 @@ def test_commands_and_workers_start_without_torch():
     assert found.stdout.strip() == "False"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
-    run = f"{sys.executable} -m llm_pretrain configs --folder configs"
-    piped = subprocess.run(
-        ["bash", "-c", f"{run} | true; echo ${{PIPESTATUS[0]}}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert piped.stdout.split() == ["141"]
-    assert piped.stderr == ""
-
-
-@pytest.mark.parametrize("stream", ["stdout", "stderr", "stdin"])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_closed_stream_is_the_null_device(stream, tmp_path):
     """`>&-`: no traceback, and no file that is opened later gets what is printed."""
-    number = ("stdin", "stdout", "stderr").index(stream)
+    number = 1 if stream == "stdout" else 2
     code = f"""
 import os, sys
 os.close({number})
@@ -164,16 +141,3 @@ def test_what_an_option_names_twice_is_taken_twice(command):
     for name in names:
         read = parser.parse_args(["run"] * (len(names) - 1) + [f"--{name}", "a", "b", f"--{name}", "c"])
         assert getattr(read, name) == ["a", "b", "c"]
-
-
-def test_a_file_on_a_read_only_file_system_is_named(tmp_path, monkeypatch):
-    """Not the temporary one beside it, whose removal is refused too."""
-
-    def refuse(file: Path, *_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
-
-    for name in ("open", "unlink"):
-        monkeypatch.setattr(Path, name, refuse)
-    with pytest.raises(OSError, match="Read-only") as caught:
-        replace_text(tmp_path / "plan.yaml", "text")
-    assert caught.value.filename == str(tmp_path / "plan.yaml")

@@ -45,7 +45,6 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--world-size 1,2", 2, "--world-size: expected one number"),
         ("--world-size 64", 2, "--world-size: expected at most 4 on this machine of 2 cores"),
         ("--steps 0", 2, "and 8 of them, one for each kill and two more, found --steps 0"),
-        ("--steps 15", 2, "found --steps 15 with a save every 2; --steps 16 would do"),
         ("--checkpoint.save_steps 1", 2, "--checkpoint.save_steps: expected saves at least two steps apart"),
         ("--training.precision fp16", 2, "silently train in fp32"),
         ("--training.max_stepz 3", 2, "training.max_stepz: no such setting; did you mean training.max_ste"),
@@ -61,11 +60,8 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--from_pretrained nowhere", 74, "expected a weights folder's config.json"),
         ("--output x.yaml", 2, "one of the options --from_"),
         ("--from_minimind '--batch_size many'", 2, "--batch_size: expected an integer, found 'many'"),
-        ("--from_minimind '--ddp --learning_rate'", 2, "--learning_rate: expected a number, found ''"),
-        ("--from_minimind '--dtype int8'", 2, "expected one of bfloat16, float16, float32, found 'int8'"),
         ("--from_minimind 'batch_size 3'", 2, "expected an option such as --batch_size 32, found 'batch_si"),
         ("""--from_minimind "--data_path 'open" """, 2, "expected options"),
-        (f"--from_minimind '--log_interval 1{'0' * 30}'", 2, "logging.logging_steps: expected an integer"),
     ],
     "doctor": [
         ("--accelerate_config nowhere", 2, "expected a YAML file, found: No such file"),
@@ -75,15 +71,9 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
     "estimate": [
         ("--gpu abacus", 2, "--gpu: expected one of"),
         ("--mfu 1.5", 2, "--mfu: expected at most 1"),
-        ("--mfu 0", 2, "--mfu: expected more than 0, found 0.0"),
-        ("--mfu nan", 2, "--mfu: expected a finite number, found nan"),
-        ("--world-size 7", 2, "training.global_batch_size"),
         ("--world-size 0", 2, "--world_size: expected more than 0, found 0"),
         ("--tokens 0", 2, "--tokens: expected at least 1, found 0.0"),
-        ("--tokens inf", 2, "--tokens: expected a finite number, found inf"),
         ("--price -1", 2, "--price: expected 0 or more, found -1"),
-        ("--price nan", 2, "--price: expected a finite number, found nan"),
-        ("--price inf", 2, "--price: expected a finite number, found inf"),
         ("--gpu t4 --training.precision bf16", 2, "training.precision: expected fp16 or fp32 on a t4"),
         ("--model.vocab_size null --data.sources '[{store: nowhere}]'", 2, "--model.vocab_size"),
     ],
@@ -92,14 +82,11 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("nowhere", 74, "none of them"),
         ("RUN --max_batches -1", 2, "--max_batches: expected"),
         ("RUN --sequence_length 0", 2, "--sequence_length: expected"),
-        ("RUN --sequence_length 1048576", 2, "--sequence_length: expected at most"),
         ("RUN --micro_batch_size 0", 2, "--micro_batch_size: expected"),
         ("RUN --input a --split train", 2, "--split: expected no --input"),
         ("RUN --input none.txt", 65, "none.txt"),
-        ("RUN --input empty.txt", 65, "expected documents, found none"),
         ("RUN --store empty", 65, "store.json"),
         ("RUN --store STORE --store STORE/.", 2, "each named once, found '"),
-        ("RUN --store=", 2, "each named once, found ''"),
         ("outside --store STORE", 65, "expected a store of the model's tokenizer"),
     ],
     "export": [
@@ -109,24 +96,20 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
     ],
     "generate": [
         ("nowhere --prompt a", 74, "nowhere/config.json: expected a weights folder"),
-        ("empty --prompt a", 74, "name a folder such as RUN/weights/step-"),
         ("RUN", 2, "--prompt: expected a text"),
         *(
             (f"RUN --prompt a {option} {value}", 2, f"{option}: expected")
             for option, value in (
-                *(("--top_k", "-1"), ("--top_p", "0"), ("--top_p", "1.5"), ("--temperature", "-0.1")),
-                *(("--temperature", "nan"), ("--max_new_tokens", "-1"), ("--num_samples", "0")),
+                *(("--top_k", "-1"), ("--top_p", "0"), ("--top_p", "1.5"), ("--temperature", "nan")),
+                *(("--max_new_tokens", "-1"), ("--num_samples", "0")),
                 *(("--seed", "-1"), ("--device", "nonsense"), ("--device", "meta"), ("--device", "hpu")),
                 ("--prompt", "\udce4"),
             )
         ),
-        ("RUN --prompt_file none.txt", 65, "--prompt_file"),
         ("RUN --prompt_file -", 65, "found byte 0xff at offset 2"),
     ],
     "inspect": [
         ("--sequence_length 0", 2, "--sequence_length: expected 1 or more, found 0"),
-        ("--samples -1", 2, "--samples: expected 0 or more, found -1"),
-        ("--seed -1", 2, "--seed: expected 0 or more, found -1"),
     ],
     "ladder": [
         ("--budget soon", 2, "--budget: expected a time such as 20m or 2h, or FLOPs such as 1e16"),
@@ -140,37 +123,27 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
             )
         ),
         ("--budget 4e9 --model.init_from w", 2, "model.init_from: expected none"),
-        ("--budget 4e9 --model.hiden_size 8", 2, "model.hiden_size: no such setting"),
+        ("--budget 4e9 --output .", 73, "in it"),
     ],
     "parity": [
         ("--paths torchrun,slurm", 2, "--paths: expected some of torchrun, accelerate, t"),
         ("--paths trainer", 2, "--paths: expected torchrun or accelerate among them"),
         ("--steps 0", 2, "--steps: expected 1 or more, found 0"),
         ("--world-size 0", 2, "--world-size: expected whole numbers from 1 on"),
-        ("--world_size 1,x", 2, "found 'x'"),
         ("--world-size 64", 2, "--world-size: expected at most 4 on this machine of 2 cores, found 64"),
-        ("--accumulation 5", 2, "training.global_batch_size 24, found 1 * 5 = 5"),
         ("--mesh ddp,tp", 2, "or sizes such as 2x2 or 2x2+ep2, found 'tp'"),
-        ("--strategies 2x0", 2, "--mesh: expected some of ddp, fsdp, hsdp, ep, ep+fsdp, ep+hsdp, de"),
         ("--mesh hsdp", 2, "--mesh: expected a mesh that can run (hsdp W=1 is left out: expected 4"),
         ("--mesh ep", 2, "expected a divisor of model.num_experts, 0, found 2"),
         ("--world-size 2 --distributed.strategy fsdp --distributed.dp_shard_size 3", 2, "configured W=2 is"),
         ("--precision fp8", 2, "--precision: expected some of fp32, bf16, fp16, found 'fp8'"),
-        ("--training.micro_batch_size 5", 2, "training.global_batch_size"),
         ("--training.micro_batch_size 24", 2, "found 2 * 24 = 48; 2, 3, 4, 6 or 12 would"),
-        ("--training.max_steps 0", 2, "training.max_steps: expected more than 0"),
         ("--paths torchrun --world-size 1", 2, "expected two or more runs of one precision"),
-        ("--paths torchrun --world-size 1 --precision fp32,bf16", 2, "to compare, found"),
         ("--world-size 1 --precision fp16", 2, "silently train in fp32"),
         ("--data.sources '[{store: /nowhere}]'", 65, "/nowhere"),
         ("--interrupt torchrun@2", 2, "--interrupt: expected PATH@PROCESSES:STEP"),
         ("--interrupt trainer@1:5", 2, "--interrupt: expected PATH@PROCESSES:STEP"),
-        ("--interrupt torchrun@1:1", 2, "expected ascending steps from 2 on"),
         ("--interrupt torchrun@1:9,torchrun@1:5", 2, "expected ascending steps from 2 on"),
-        ("--interrupt torchrun@2:5 --world-size 1 --accumulation 1", 2, "found 2 * 24 = 48"),
-        ("--interrupt torchrun@6:5", 2, "expected at most 4 on this"),
         ("--interrupt torchrun@1:17 --steps 17", 2, "--steps: expected more than 17"),
-        ("--interrupt accelerate@1:5 --precision fp16", 2, "silently train in fp32"),
     ],
     "prepare": [("--input missing.jsonl", 65, "missing.jsonl")],
     "replay": [
@@ -180,16 +153,13 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--seed 1", 2, "--seed: expected together with --sample"),
         ("--world-size 8 --training.micro_batch_size 1", 2, "expected at most 4 on this machine of 2 cores"),
         ("--world-size 3", 2, "training.global_batch_size: expected a multiple"),
-        ("--checkpoint.save_steps 2", 2, "--checkpoint.save_steps: expected none but"),
         ("--training.max_stepz 1", 2, "no such setting"),
     ],
     "report": [
         ("nowhere", 2, "nowhere: expected a run's folder, such as runs/NAME"),
         ("empty", 2, "none of these"),
-        ("empty.txt", 2, "empty.txt: expected a run's folder, such as runs/NAME"),
         ("RUN RUN", 2, "--output: expected a file"),
         ("RUN --output empty", 73, "found a folder"),
-        ("RUN --output empty.txt/report.html", 73, "cannot be written"),
         ("RUN --output /proc/report.html", 73, "/proc/report.html: cannot be"),
     ],
     "simulate": [
@@ -197,15 +167,12 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("", 2, "--gpu: expected one of a100, h100, h200, b200, 4090, found none; or set --memory_gb"),
         ("--gpu h100 --world-size 0", 2, "--world-size: expected 1 or more, found 0"),
         ("--gpu h100 --search 1", 2, "--search: expected 2 GPUs or more, found 1"),
-        ("--gpu h100 --memory_gb -1", 2, "--memory_gb: expected more than 0, found -1"),
         ("--gpu h100 --world-size 2", 2, "expected fsdp for a simulation of several processes, found ddp"),
         ("--gpu h100 --training.attention_implementation flex", 2, "auto, varlen or sdpa for a simulation"),
     ],
     "top": [
         ("nowhere", 2, "nowhere: expected a run's folder"),
-        ("empty", 2, "empty: expected a run's folder"),
         ("empty.txt", 2, "empty.txt: expected a run's folder"),
-        ("nowhere/run", 2, "nowhere/run: expected a run's folder"),
         ("RUN --seconds nan", 2, "--seconds: expected a finite number, found nan"),
     ],
     "verify": [("nowhere", 2, "nowhere: expected a run's folder"), ("RUN --samples few", 2, "--samples")],
@@ -250,6 +217,5 @@ def test_a_mistake_is_one_line_and_nothing_starts(
     assert main([command, *shlex.split(typed)]) == code
     printed = capsys.readouterr()
     assert (expected in printed.err, printed.out) == (True, ""), printed
-    # one option with two mistakes has a line for each
-    assert printed.err.count("\n") == (2 if words == "--accumulation 5" else 1), printed.err
+    assert printed.err.count("\n") == 1, printed.err
     assert sorted(place.rglob("*")) == before

@@ -71,12 +71,6 @@ def test_what_makes_a_step_slow_is_named(name):
     assert not said or re.search(said, lines[0])
 
 
-def test_experts_over_several_nodes_are_named():
-    options = ("--distributed.strategy", "fsdp", "--distributed.ep_size", "16", "--model.num_experts", "16")
-    (line,) = findings(STEP, config(*options, "--training.global_batch_size", "64", world_size=16), H100)
-    assert line.startswith("distributed.ep_size 16 spans nodes of 8 GPUs")
-
-
 def test_the_search_tries_meshes_that_divide_and_fit():
     fsdp = config("--distributed.strategy", "fsdp", "--training.global_batch_size", "256", world_size=64)
     experts = fsdp.model.num_experts

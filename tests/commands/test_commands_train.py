@@ -78,7 +78,6 @@ def test_ranks_share_the_cores_and_leave_them_while_they_wait(launcher, started,
         ("ddp", 0, 1, {"distributed_type": "NO", "use_cpu": True}),
         ("ddp", 3, None, {"distributed_type": "MULTI_GPU", "use_cpu": False}),
         ("fsdp", 0, 2, {"distributed_type": "FSDP", "use_cpu": True, "fsdp_config": {"fsdp_version": 2}}),
-        ("fsdp", 2, 2, {"distributed_type": "FSDP", "use_cpu": False}),
         (
             "deepspeed",
             0,
@@ -202,18 +201,10 @@ def test_an_installed_package_trains_outside_of_the_checkout(installed, plain_st
     assert (printed.returncode, printed.stderr) == (0, "")
     assert "  name: quickstart\n" in printed.stdout
     options = ["--launcher", launcher, "--nproc", "2", "--config", "tiny-dense", "--run.output_dir", "run"]
-    options += [
-        "--training.max_steps",
-        "2",
-        "--schedule.warmup_steps",
-        "0",
-        "--logging.wandb_mode",
-        "disabled",
-    ]
+    options += ["--training.max_steps", "2", "--schedule.warmup_steps", "0"]
+    options += ["--logging.wandb_mode", "disabled"]
     trained = run("train", *options, "--data.sources", f"[{{store: {plain_store}}}]")
     assert trained.returncode == 0, trained.stderr
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     found = {key: status[key] for key in ("state", "step", "launcher", "world_size")}
     assert found == {"state": "finished", "step": 2, "launcher": launcher, "world_size": 2}
-    failed = run("train", *options, "--data.sources", "[{store: nowhere}]")
-    assert failed.returncode != 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +22,10 @@ from llm_pretrain.__main__ import main
 from llm_pretrain.audit import checkpoint_checks as checkpoint_checks
 from llm_pretrain.data.sample_order import SampleOrder
 
-SHORT = ("--training.sequence_length", "32", "--evaluation.max_batches", "1", "--schedule.warmup_steps", "2")
+SHORT = (
+    *("--training.sequence_length", "32", "--evaluation.max_batches", "1", "--schedule.warmup_steps", "2"),
+    *("--model.hidden_size", "32"),
+)
 
 
 def verify(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, dict]]:
@@ -116,10 +118,6 @@ def other_digest(content: dict) -> None:
     content["data/batch_sha256"] = digest[:-1] + "0123456789abcdef"[(int(digest[-1], 16) + 1) % 16]
 
 
-def one_token_more(content: dict) -> None:
-    content["train/tokens"] += 1
-
-
 def without_row(step: int) -> Damage:
     def remove(run: Path) -> None:
         file = run / "metrics.jsonl"
@@ -152,10 +150,6 @@ def other_value_without_digest(run: Path) -> None:
     rewrite_row(run, 12, lambda content: content.pop("train/parameters_sha256"))
 
 
-def weights_of_step_10(run: Path) -> None:
-    shutil.copy(run / "weights/step-00000010/model.safetensors", run / "weights/step-00000012")
-
-
 def shard(run: Path) -> Path:
     return next((run / TENTH).glob("*.safetensors"))
 
@@ -163,16 +157,7 @@ def shard(run: Path) -> Path:
 TENTH_CHECK, LAST_CHECK = {"checkpoint step-00000010"}, {"checkpoint step-00000012"}
 DAMAGES: dict[str, tuple[Damage, set[str], str]] = {
     "a flipped bit": (lambda run: flip_a_bit(shard(run)), TENTH_CHECK, "SHA-256"),
-    "a cut file": (lambda run: os.truncate(shard(run), 1000), TENTH_CHECK, "bytes"),
-    "a cut manifest": (
-        lambda run: os.truncate(run / TENTH / "manifest.json", 300),
-        TENTH_CHECK,
-        "manifest.json",
-    ),
-    "a tensor less": (tensors(lambda each: each.pop(NORM)), LAST_CHECK, f"{NORM}: expected shape [64]"),
-    "another shape": (
-        tensors(lambda each: each.update({NORM: torch.ones(63)})), LAST_CHECK, "by config.yaml, found [63]"
-    ),
+    "a tensor less": (tensors(lambda each: each.pop(NORM)), LAST_CHECK, f"{NORM}: expected shape [32]"),
     "one value of a checkpoint": (
         tensors(lambda each: each[NORM].add_(0.1)), LAST_CHECK, "as train/parameters_sha256 of step 12"
     ),
@@ -182,18 +167,10 @@ DAMAGES: dict[str, tuple[Damage, set[str], str]] = {
     "another digest of the parameters": (
         row(10, {"train/parameters_sha256": "0" * 64}), TENTH_CHECK, "as train/parameters_sha256 of step 10"
     ),
-    "weights of another step": (
-        weights_of_step_10, {"weights step-00000012"}, "expected the checkpoint's values in bfloat16"
-    ),
     "another config.json": (
         json_file("weights/step-00000010/config.json", {"rope_theta": 5.0}),
         {"weights step-00000010"},
         "rope_theta",
-    ),
-    "another tokenizer": (
-        lambda run: flip_a_bit(run / "weights/step-00000010/tokenizer.json"),
-        {"weights step-00000010"},
-        "tokenizer.json",
     ),
     "another run's checkpoints": (
         json_file(".llm_pretrain.json", {"id": "0"}), TENTH_CHECK | LAST_CHECK, "found another run's"
@@ -202,15 +179,11 @@ DAMAGES: dict[str, tuple[Damage, set[str], str]] = {
     "another best loss": (
         json_file("weights/best/best.json", {"eval/loss": 1.0}), {"weights best"}, "eval/loss"
     ),
-    "a best step without evaluation": (
-        json_file("weights/best/best.json", {"step": 7}), {"weights best"}, "eval/loss in a row of step 7"
-    ),
     "another sample hash": (row(7, other_digest), {"samples"}, "step 7"),
     "a step missing": (without_row(7), {"rows"}, "step 7"),
     "the last step missing": (without_row(12), {"rows", "weights best"}, "step 12"),
-    "a sum of tokens off": (row(7, one_token_more), {"samples"}, "step 7"),
     "loss tokens off": (row(7, {"train/loss_tokens": 5}), {"samples"}, "step 7"),
-    "a checkpoint's tokens off": (row(10, one_token_more), {"samples", *TENTH_CHECK}, "step 10"),
+    "a checkpoint's tokens off": (row(10, {"train/tokens": 5}), {"samples", *TENTH_CHECK}, "step 10"),
     "tokens that are no number": (row(7, {"train/tokens": "many"}), {"samples"}, "step 7"),
     "half a line": (half_a_line, {"rows"}, "metrics.jsonl:5"),
     "another order of samples": (
@@ -219,19 +192,11 @@ DAMAGES: dict[str, tuple[Damage, set[str], str]] = {
         "data.packing",
     ),
     "a step beyond all": (row(12, {"step": 1 << 62}), {"rows"}, "expected steps up to training.max_steps 12"),
-    "a best step that is no number": (
-        json_file("weights/best/best.json", {"step": [1]}),
-        {"weights best"},
-        "expected a whole number of steps",
-    ),
     "no attempts": (lambda run: (run / "attempts.jsonl").unlink(), {"rows"}, "attempts.jsonl"),
     "no configuration": (
         lambda run: (run / "config.yaml").write_text("model: [what"),
         {"config.yaml"},
         "config.yaml",
-    ),
-    "contradicting settings": (
-        setting("num_attention_heads: 4", "num_attention_heads: 3"), {"config.yaml"}, "num_attention_heads"
     ),
     "no checkpoint": (
         lambda run: shutil.rmtree(run / LAST), {"status"}, "checkpoint: expected step-00000012"
@@ -277,8 +242,9 @@ def without_its_last_rows(run: Path) -> None:
     (run / "weights/best/best.json").unlink()
 
 
-def without_rows(change: Damage) -> Damage:
-    return lambda run: (change(run), (run / "metrics.jsonl").unlink())
+def running_without_rows(run: Path) -> None:
+    state("running", None)(run)
+    (run / "metrics.jsonl").unlink()
 
 
 def first_attempt(section: str, changes: dict[str, Any]) -> Damage:
@@ -296,14 +262,11 @@ STATES: dict[str, tuple[Damage, set[str]]] = {
     "preempted after its twelfth step of many": (PREEMPTED, set()),
     "preempted, and its last rows are missing": (without_its_last_rows, {"rows", "weights best"}),
     "stopped before anything was written": (before_its_first_step(), set()),
-    "stopped before its first attempt": (before_its_first_step("config.yaml"), set()),
     "stopped before its first step": (
         before_its_first_step("config.yaml", "attempts.jsonl", "metrics.jsonl"), set()
     ),
     "stopped where another run's checkpoint begins it": (where_another_begins_it, set()),
-    "preempted, without rows": (without_rows(PREEMPTED), {"rows"}),
-    "running, without rows": (without_rows(state("running", None)), {"rows"}),
-    "failed, without rows": (without_rows(state("failed", 1)), {"rows"}),
+    "running, without rows": (running_without_rows, {"rows"}),
     "the checkpoint that it began from is gone": (
         lambda run: (setting("resume: auto", f"resume: {GONE}")(run), RECORDED_GONE(run)), set()
     ),
@@ -376,7 +339,7 @@ def test_a_killed_run_that_fell_back_and_changed_its_settings(masked_store, tmp_
     assert "7 of 7 rows, 14 steps" in outcomes["samples"]["looked_at"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for number, row in enumerate(lines):
-        if "train/loss" not in row or row["step"] not in (4, 6, 9, 14):
+        if "train/loss" not in row or row["step"] not in (4, 6):
             continue
         is_lost = any("train/loss" in later and later["step"] <= row["step"] for later in lines[number + 1 :])
         damaged = [dict(each) for each in lines]
@@ -384,22 +347,6 @@ def test_a_killed_run_that_fell_back_and_changed_its_settings(masked_store, tmp_
         (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in damaged))
         _, outcomes = verify(folder, capsys)
         assert results(outcomes, "failed") == (set() if is_lost else {"samples"}), row["step"]
-
-
-def test_a_run_that_goes_on_while_it_is_read(run, monkeypatch, capsys):
-    rewrite_json(run / "status.json", lambda content: content.update(state="running", exit_code=None))
-    look = checkpoint_checks.find_damage
-
-    def pruned(folder: Path, *arguments):
-        if folder.name == "step-00000010":
-            shutil.rmtree(folder)
-        return look(folder, *arguments)
-
-    monkeypatch.setattr(checkpoint_checks, "find_damage", pruned)
-    code, outcomes = verify(run, capsys)
-    assert (code, results(outcomes, "failed")) == (0, set())
-    assert results(outcomes, "skipped") == {"checkpoint step-00000010"}
-    assert "no sound checkpoint" in outcomes["weights step-00000010"]["reason"]
 
 
 def test_what_a_run_writes_after_its_rows_were_read(whole, run, monkeypatch, capsys):
@@ -422,16 +369,6 @@ def test_what_a_run_writes_after_its_rows_were_read(whole, run, monkeypatch, cap
     assert "bit for bit" in outcomes["weights step-00000012"]["looked_at"]
 
 
-def test_a_run_from_another_runs_checkpoint(whole, masked_store, tmp_path, capsys):
-    resume = ("--checkpoint.resume", str(whole / TENTH), "--training.max_steps", "16")
-    folder = train_tiny(
-        masked_store, tmp_path / "run", *SHORT, *resume, "--logging.logging_steps", "3"
-    ).folder
-    code, outcomes = verify(folder, capsys)
-    assert (code, results(outcomes, "failed")) == (0, set())
-    assert "another run's" in outcomes["rows"]["reason"]
-
-
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> Path:
     """Two sources over several epochs of each, whose weights change at sample 1024."""
@@ -441,9 +378,8 @@ def mixture(tmp_path_factory) -> Path:
     options = ("--data.sources", sources, "--data.weight_changes", "[{step: 3, weights: [1, 2]}]")
     batch = ("--training.global_batch_size", "240", "--training.micro_batch_size", "48")
     every = ("--training.max_steps", "9", "--training.sequence_length", "16", "--evaluation.eval_steps", "0")
-    return train_tiny(
-        stores[0], place / "run", *options, *batch, *every, "--schedule.warmup_steps", "2"
-    ).folder
+    small = ("--schedule.warmup_steps", "2", "--model.hidden_size", "32")
+    return train_tiny(stores[0], place / "run", *options, *batch, *every, *small).folder
 
 
 def test_a_mixture_whose_weights_change_has_epochs_of_each_source(mixture, capsys):
@@ -481,17 +417,3 @@ def test_an_order_that_repeats_samples_is_detected(mixture, mistake, monkeypatch
     code, outcomes = verify(mixture, capsys)
     assert code == 74
     assert results(outcomes, "failed") == {"epochs", "samples"}
-
-
-def test_a_run_before_its_first_step(masked_store, tmp_path, monkeypatch, capsys):
-    """What a run leaves that was stopped before it had trained: nothing to look at, nothing wrong."""
-    monkeypatch.setattr(
-        train_pretrain.TorchrunEngine, "train_step", lambda *_: (_ for _ in ()).throw(KeyError)
-    )
-    folder = tmp_path / "run"
-    with pytest.raises(KeyError):
-        train_tiny(masked_store, folder, *SHORT)
-    code, outcomes = verify(folder, capsys)
-    assert results(outcomes, "failed") == set(), outcomes
-    assert code == 0
-    assert {"checkpoints", "weights", "epochs", "samples", "rows"} <= results(outcomes, "skipped")

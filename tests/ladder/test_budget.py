@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 from support.presets import preset
@@ -36,9 +35,7 @@ from llm_pretrain.model.sizes import count_parameters
 CASES = [
     ("ladder", 3_500_000, (1.5e14, 2e14, 4e14)),
     ("quickstart", 20_000_000, (1e15, 3e15)),
-    ("tiny-dense", 3_500_000, (1e14, 3e14)),
     ("gpt2-124m", 10**10, (2e18, 1e20)),
-    ("minimind-moe-145m", 10**9, (3e17,)),
     ("ladder", 2_600_000, (1.5e14, 5e14)),
 ]
 
@@ -68,18 +65,6 @@ def test_a_budget_is_used_and_its_bounds_are_kept(name, unique_tokens, flops):
     assert shortest >= 0.99 * least_tokens(base) * 2 ** (len(rungs) - 3)
 
 
-@pytest.mark.parametrize(
-    ("unique_tokens", "flops", "count"), [(3_500_000, 1.4e14, 3), (10**7, 7e14, 4), (5 * 10**7, 5e15, 5)]
-)
-def test_a_larger_budget_has_more_sizes_around_the_best_for_its_tokens(unique_tokens, flops, count):
-    base = preset("ladder")
-    rungs = choose_rungs(Sizes(base), flops, unique_tokens)
-    assert len(rungs) == count
-    middle = Sizes(base).of(rungs[count // 2].hidden_size)
-    tokens = rungs[-1].steps[-1] * base.training.tokens_per_step
-    assert 14 < tokens / middle.active_parameters <= 20.1
-
-
 def test_branches_are_multiples_and_end_in_their_decays():
     rungs = choose_rungs(Sizes(preset("ladder")), 1.5e14, 3_500_000)
     unit = rungs[0].save_steps
@@ -91,9 +76,7 @@ def test_branches_are_multiples_and_end_in_their_decays():
             assert steps == 2 * branch
 
 
-@pytest.mark.parametrize(
-    ("name", "unique_tokens"), [("ladder", 3_500_000), ("quickstart", 20_000_000), ("gpt2-124m", 10**9)]
-)
+@pytest.mark.parametrize(("name", "unique_tokens"), [("ladder", 3_500_000), ("gpt2-124m", 10**9)])
 def test_the_budget_that_is_named_works_and_is_nearly_the_least(name, unique_tokens):
     sizes = Sizes(preset(name))
     with pytest.raises(ConfigError, match=r"--budget: expected at least .* for 3 sizes") as error:
@@ -102,18 +85,6 @@ def test_the_budget_that_is_named_works_and_is_nearly_the_least(name, unique_tok
     choose_rungs(sizes, float(least), unique_tokens)
     with pytest.raises(ConfigError):
         choose_rungs(sizes, 0.98 * float(least), unique_tokens)
-
-
-@pytest.mark.parametrize("unique_tokens", [2_343_750, 2_400_000, 3_500_000])
-def test_every_budget_from_the_least_on_has_a_ladder(unique_tokens):
-    """Also where the text is so short that few numbers of tokens are allowed, and widths come in steps."""
-    sizes = Sizes(preset("ladder"))
-    least = least_flops(sizes, unique_tokens)
-    for power in range(41):
-        flops = least * 1.2**power
-        rungs = choose_rungs(sizes, flops, unique_tokens)
-        assert ladder_flops(sizes, rungs) < 1.01 * flops
-        assert rungs[0].steps[-1] * sizes.base.training.tokens_per_step <= 1.01 * MAX_EPOCHS * unique_tokens
 
 
 def test_a_budget_that_is_huge_for_its_store_is_not_spent(monkeypatch):
@@ -149,7 +120,7 @@ def test_budgets_are_times_or_flops():
     assert read_budget("1e16") == (1e16, None)
 
 
-WRONG = ("", "m", "0", "-1h", "20 m", "nan", "1e999", "5y", "1h5", "5 5m")
+WRONG = ("", "0", "-1h", "nan", "1e999", "5y", "5 5m")
 
 
 @pytest.mark.parametrize(
@@ -244,22 +215,3 @@ def test_sizes_follow_the_dial():
     model = member(preset("quickstart"), 96).model
     assert (model.num_hidden_layers, model.num_attention_heads, model.num_key_value_heads) == (2, 3, 1)
     assert (model.intermediate_size, model.moe_intermediate_size) == (256, 128)
-
-
-def test_a_sparse_step_longer_than_the_model_keeps_a_layer_of_experts():
-    base = preset("tiny-moe")
-    shape = dataclasses.replace(
-        base.model, num_hidden_layers=6, decoder_sparse_step=3, first_k_dense_replace=2
-    )
-    for heads in (1, 2, 3, 4):
-        config = member(dataclasses.replace(base, model=shape), heads * width_step(base))
-        assert config.model.moe_layers
-
-
-def test_what_has_no_family_is_refused():
-    base = preset("quickstart")
-    with pytest.raises(ConfigError, match=r"model\.hidden_size: expected a multiple of 32, .*, found 100"):
-        member(base, 100)
-    tuned = dataclasses.replace(base, model=dataclasses.replace(base.model, init_from=str(Path("weights"))))
-    with pytest.raises(ConfigError, match=r"model\.init_from: expected none"):
-        member(tuned, 96)

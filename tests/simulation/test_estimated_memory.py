@@ -59,50 +59,31 @@ CASES: dict[str, Case] = {
     "dense in fp32": (GPT2_MEDIUM, 3, 1, 16, 256, 4, FP32),
     "wide tied embedding": (GEMMA_2B, 2, 1, 2, 2048, 4, RECOMPUTED),
     "dense, FSDP": (LLAMA_8B, 3, 16, 1, 8192, 2, RECOMPUTED),
-    "dense, reduced once": (LLAMA_8B, 2, 8, 2, 2048, 2, {"distributed.sync_each_batch": False}),
     "dense, matrices divided": (QWEN3_600M, 3, 8, 2, 2048, 4, mesh(tp=4)),
     "dense, stages": (QWEN3_600M, 4, 8, 1, 2048, 8, mesh("1f1b", pp=2) | RECOMPUTED),
     "mixture, replicas": (MIXTRAL, 3, 16, 1, 4096, 2, mesh(dp_replicate=2) | RECOMPUTED),
     "mixture, experts divided": (MIXTRAL, 2, 8, 1, 4096, 2, mesh(ep=8) | RECOMPUTED),
     "mixture, stages": (OLMOE, 2, 8, 1, 2048, 4, mesh("gpipe", pp=2)),
     "shared experts": (DEEPSEEK_16B, 2, 8, 2, 2048, 1, {}),
-    "short sequences": (GEMMA_2B, 4, 4, 8, 64, 1, {}),
     "long sequences": (DEEPSEEK_16B, 3, 1, 1, 16_384, 2, RECOMPUTED),
-    "dense in fp16": (LLAMA_8B, 3, 1, 2, 2048, 2, {"training.precision": "fp16"}),
-    "dense in fp32, sharded": (QWEN3_600M, 4, 8, 1, 2048, 2, FP32),
     "dense, mask of pairs": (QWEN3_600M, 4, 1, 2, 2048, 2, {"training.attention_implementation": "sdpa"}),
     "dense, positions divided": (LLAMA_8B, 4, 8, 1, 8192, 4, mesh(cp=4) | RECOMPUTED),
     "dense, two stages on a rank": (LLAMA_8B, 4, 8, 1, 2048, 4, mesh("interleaved_1f1b", pp=2)),
-    "dense, all micro batches in flight": (QWEN3_600M, 4, 8, 1, 2048, 4, mesh("gpipe", pp=2)),
-    "dense, four stages": (LLAMA_8B, 4, 8, 1, 2048, 8, mesh("1f1b", pp=4) | RECOMPUTED),
     "whole logits": (GPT2_MEDIUM, 4, 2, 8, 1024, 2, {"training.loss_implementation": "full"}),
     "muon and an average": (
         *(GPT2_MEDIUM, 6, 1, 8, 1024, 2),
         {"optimizer.name": "muon", "optimizer.ema_decay": 0.999},
     ),
     "muon, sharded": (GPT2_MEDIUM, 6, 8, 4, 1024, 2, {"optimizer.name": "muon"}),
-    "mixture, one GPU": (OLMOE, 4, 1, 2, 2048, 2, {}),
-    "mixture in fp32": (DEEPSEEK_16B, 3, 8, 1, 2048, 2, FP32),
-    "mixture, matrices divided": (MIXTRAL, 4, 8, 2, 2048, 4, mesh(tp=4) | RECOMPUTED),
     "mixture, experts and matrices divided": (OLMOE, 4, 8, 2, 2048, 2, mesh(ep=4, tp=2) | RECOMPUTED),
-    "mixture, experts divided and stages": (
-        *(OLMOE, 4, 16, 1, 2048, 8),
-        mesh("1f1b", ep=4, pp=2) | RECOMPUTED,
-    ),
     "replicas, experts divided": (
         *(DEEPSEEK_16B, 4, 32, 2, 4096, 2),
         mesh(dp_replicate=2, ep=4) | RECOMPUTED,
     ),
     "more ranks than experts": (MIXTRAL, 3, 32, 1, 2048, 2, RECOMPUTED),
 }
-QUICK = ("dense in fp32", "mixture, experts divided")
+QUICK = "dense in fp32"
 """The others take two CPU seconds each."""
-PRESETS = {
-    "minimind-104m": (1, {}),
-    "quickstart-chat": (2, {"distributed.strategy": "fsdp", "model.vocab_size": 4096}),
-    "tinyllama-1.1b": (1, {}),
-    "qwen3-30b-a3b": (64, {}),
-}
 
 # preset, GPUs, further settings: GiB; the peaks of `simulate` in the presets and docs/beyond_one_machine.md
 LONG = {"distributed.strategy": "fsdp", "training.sequence_length": 32_768, "training.micro_batch_size": 1}
@@ -166,17 +147,10 @@ def h100() -> Iterator[Simulator]:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_estimate_and_simulation_agree(name, h100):
     check(h100, options(CASES[name]), CASES[name][2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
-def test_estimates_and_simulations_of_whole_presets_agree(name, h100):
-    ranks, more = PRESETS[name]
-    check(h100, ["--config", name, *words(more)], ranks)
 
 
 @pytest.mark.slow
@@ -193,10 +167,7 @@ def test_estimates_and_documented_peaks_agree(preset, ranks, settings, gibibytes
     agrees(estimate_memory(config, ranks, on_gpu=True).peak, gibibytes * 2**30)
 
 
-@pytest.mark.parametrize(
-    ("experts", "precision", "recomputed"),
-    [(0, "fp32", False), (0, "bf16", True), (8, "fp32", True), (8, "bf16", False)],
-)
+@pytest.mark.parametrize(("experts", "precision", "recomputed"), [(0, "bf16", True), (8, "fp32", False)])
 def test_estimate_and_a_cpus_step_agree(experts, precision, recomputed):
     """A step with values, by a CPU's kernels; the heap's holes are beside the storages that are counted."""
     model = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}

@@ -16,6 +16,7 @@ from llm_pretrain.forecast.points import Ladder, Point, Rung, Training, write_po
 from llm_pretrain.forecast.scaling_law import ScalingLaw
 
 LAW = ScalingLaw(1.5, 150.0, 0.4, 400.0, 0.35)
+UNIQUE_TOKENS = 50_000_000
 MULTIPLES = (1, 2, 4)
 """Where decays begin: so far apart that points without noise tell the law."""
 STABLE = 1.06
@@ -33,34 +34,24 @@ schedule: {warmup_steps: 5}
 """A base whose ladder trains in seconds."""
 
 
-def measured(size: Size, steps: int, unique_tokens: int, law: ScalingLaw, *, decayed: bool) -> Point:
-    """A training with the loss of a law."""
-    training = Training.of(size, steps, unique_tokens)
-    loss = law.of(training) * (1 if decayed else STABLE)
+def measured(size: Size, steps: int, *, decayed: bool) -> Point:
+    """A training with the loss of `LAW`."""
+    training = Training.of(size, steps, UNIQUE_TOKENS)
+    loss = LAW.of(training) * (1 if decayed else STABLE)
     return Point(**dataclasses.asdict(training), loss=loss, bits_per_byte=loss * BITS, decayed=decayed)
 
 
-def make_ladder(
-    folder: Path,
-    *,
-    name: str = "tiny-dense",
-    sizes: Sequence[int] = (32, 64, 96, 128),
-    save_steps: int = 2000,
-    unique_tokens: int = 50_000_000,
-    law: ScalingLaw = LAW,
-    noise: float = 0.0,
-    seed: int = 0,
-) -> Ladder:
-    """Write a finished ladder of these hidden sizes of a preset's family, and return it.
+def make_ladder(folder: Path, *, sizes: Sequence[int] = (32, 64, 96, 128), noise: float = 0.0) -> Ladder:
+    """Write a finished ladder of these hidden sizes of tiny-dense's family, and return it.
 
-    The losses are those of `law`; `noise` is the standard deviation of their logarithm, drawn from `seed`.
+    The losses are those of `LAW`; `noise` is the standard deviation of their logarithm.
     """
-    base = with_store(preset(name), Path("stores/text"))
-    generator, all_sizes = np.random.default_rng(seed), Sizes(base)
-    branches = tuple(save_steps * multiple for multiple in MULTIPLES)
+    base = with_store(preset("tiny-dense"), Path("stores/text"))
+    generator, all_sizes = np.random.default_rng(0), Sizes(base)
+    branches = tuple(2000 * multiple for multiple in MULTIPLES)
     rungs = tuple(Rung(size, branches) for size in sizes)
     points = [
-        measured(all_sizes.of(rung.hidden_size), steps, unique_tokens, law, decayed=decayed)
+        measured(all_sizes.of(rung.hidden_size), steps, decayed=decayed)
         for rung in rungs
         for decayed, ends in ((True, rung.steps), (False, rung.branches))
         for steps in ends
@@ -68,7 +59,7 @@ def make_ladder(
     noisy = [
         dataclasses.replace(point, loss=point.loss * math.exp(generator.normal(0, noise))) for point in points
     ]
-    ladder = Ladder(folder, base, "a" * 64, unique_tokens, rungs, "20m", 1, tuple(noisy))
+    ladder = Ladder(folder, base, "a" * 64, UNIQUE_TOKENS, rungs, "20m", 1, tuple(noisy))
     folder.mkdir(parents=True, exist_ok=True)
     ladder.write()
     write_points(folder, noisy)
