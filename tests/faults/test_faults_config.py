@@ -44,39 +44,24 @@ MERGE_BOMB = "a: &a {k: 1}\n" + "".join(
 
 WRONG_FILES: dict[str, tuple[str | bytes, str]] = {
     "typo.yaml": ("training: {max_step: 5}", "training.max_step: no such setting; did you mean"),
-    "section.yaml": ("trainig: {max_steps: 5}", "trainig: no such setting; did you mean training"),
-    "type.yaml": ("model: {hidden_size: wide}", "model.hidden_size: expected an integer"),
-    "boolean.yaml": ("logging: {report: 1}", "logging.report: expected true or false"),
-    "huge.yaml": (f"run: {{seed: {'9' * 400}}}", "run.seed: expected an integer"),
     "digits.yaml": (f"run: {{seed: {'9' * 5000}}}", "digits.yaml: not a valid YAML file: ValueError: "),
     "infinite.yaml": ("optimizer: {learning_rate: 1e999}", "optimizer.learning_rate: expected a finite"),
-    "nan.yaml": ("training: {z_loss_coef: .nan}", "training.z_loss_coef: expected a finite number"),
-    "negative.yaml": ("training: {sequence_length: -64}", "training.sequence_length: expected more than 0"),
     "system.yaml": ("run: !!python/object/apply:os.system [touch PWNED]", "could not determine a constr"),
-    "name.yaml": ("run:\n  name: !!python/name:os.system ''", "could not determine a constructor"),
-    "module.yaml": ("!!python/object/new:subprocess.Popen [[touch, PWNED]]", "could not determine a constr"),
     "bomb.yaml": (BOMB, "bomb.yaml:2: not a valid YAML file: an alias"),
     "merge.yaml": (MERGE_BOMB, "merge.yaml:2: not a valid YAML file: an alias"),
     "itself.yaml": ("run: &r {name: *r}", "itself.yaml:1: not a valid YAML file: an alias"),
     "deep.yaml": ("[" * 100_000, "deep.yaml: not a valid YAML file: RecursionError"),
     "wide.yaml": ("run: [" + "1," * 100_000 + "]", "wide.yaml:1: not a valid YAML file: more than 10000"),
-    "twice.yaml": ("run: {seed: 1, seed: 2}", "twice.yaml:1: not a valid YAML file: the key seed occurs"),
-    "half.yaml": ("run: {seed: 1", "half.yaml"),
     "binary.yaml": (bytes(range(256)), "binary.yaml: cannot be read: not UTF-8 text"),
-    "nul.yaml": (b"\0" * 100, "nul.yaml: not a valid YAML file"),
-    "list.yaml": ("- run", "configuration: expected sections such as"),
     "upward.yaml": ("run: {name: ../../x}", "run.name: expected at most 128 letters"),
     "source.yaml": (
         "data: {sources: [{store: a, name: ../x}, {store: b, name: /x}]}",
         "data.sources[1].name: expected 1 to 64 letters",
     ),
-    "resume.yaml": ("checkpoint: {resume: ../nowhere}", "checkpoint.resume: expected auto, never or"),
-    "prompt.yaml": ("evaluation: {sample_prompts: [{../x: 1}]}", "evaluation.sample_prompts: expected"),
 }  # fmt: skip
-CERTAIN = {"infinite", "nan", "negative", "upward", "source", "resume"}
-"""Contradictions and impossible values: said when every file could be read."""
+CERTAIN = {"infinite", "upward", "source"}
+"""Impossible values: said when every file could be read."""
 SPECIAL = {
-    "missing.yaml": "missing.yaml: no such file",
     "folder.yaml": "folder.yaml: cannot be read: Is a directory",
     "fifo.yaml": "fifo.yaml: cannot be read: no plain file",
     "giant.yaml": "giant.yaml: cannot be read: larger than 256 KiB",
@@ -85,14 +70,7 @@ SPECIAL = {
 CONTRADICTIONS = {
     "training.global_batch_size": ("7", "training.global_batch_size: expected a multiple of"),
     "training.max_steps": ("-1", "training.max_steps: expected more than 0"),
-    "model.num_key_value_heads": ("3", "model.num_attention_heads: expected a multiple of"),
-    "model.first_k_dense_replace": ("-2", "model.first_k_dense_replace: expected 0 or more"),
-    "checkpoint.keep_last": ("1", "checkpoint.keep_last: expected at least 2"),
-    "model.rope_factor": ("4", "model.rope_factor: expected 1 with model.rope_type = default"),
-    "schedule.min_learning_rate": ("10", "schedule.min_learning_rate: expected at most"),
     "model.hidden_sise": ("3", "model.hidden_sise: no such setting"),
-    "data.sources": ("[{store: a, name: ../a}]", "data.sources[0].name: expected 1 to 64"),
-    "run.name": ("../../x", "run.name: expected at most 128"),
 }
 
 
@@ -146,10 +124,6 @@ def check(folder: Path, command: list[str], expected: list[tuple[str, ...]], *, 
     assert max(map(len, lines)) < 600
 
 
-def options(settings: dict[str, tuple[str, str]]) -> list[str]:
-    return [word for name, (value, _) in settings.items() for word in (f"--{name}", value)]
-
-
 SCRIPTS = {"torchrun": TORCHRUN_SCRIPT, "accelerate": ACCELERATE_SCRIPT}
 
 
@@ -195,13 +169,11 @@ def test_each_wrong_file(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-@pytest.mark.parametrize("processes", [1, 2])
-def test_every_contradiction_is_said_once(tmp_path: Path, launcher: str, processes: int):
-    """Launchers know zero and not zero."""
-    alone = [sys.executable, str(SCRIPTS[launcher])]
-    command = alone if processes == 1 else launch_command(launcher, processes)
+def test_every_contradiction_is_said_once(tmp_path: Path, launcher: str):
+    """By two processes; launchers know zero and not zero."""
+    options = [word for name, (value, _) in CONTRADICTIONS.items() for word in (f"--{name}", value)]
     expected = [(f"error: {words}",) for _, words in CONTRADICTIONS.values()]
-    check(tmp_path, [*command, *options(CONTRADICTIONS)], expected, exit_code=2 if processes == 1 else 1)
+    check(tmp_path, [*launch_command(launcher, 2), *options], expected, exit_code=1)
 
 
 COMMAND_LINES: dict[str, list[str]] = {
@@ -227,43 +199,26 @@ def commands_with_config() -> list[str]:
     return found
 
 
-def test_every_command_that_takes_a_configuration_is_tried():
-    assert set(commands_with_config()) <= COMMAND_LINES.keys()
+REFUSED = [
+    *((command, "--config", "typo.yaml") for command in commands_with_config()),
+    *(("doctor", "--accelerate_config", name) for name in ("bomb.yaml", "fifo.yaml", "giant.yaml")),
+]
 
 
-REFUSED_BY_COMMANDS = [(command, "typo.yaml") for command in commands_with_config()]
-REFUSED_BY_COMMANDS += [("doctor", name) for name in ("bomb.yaml", "system.yaml", "fifo.yaml", "giant.yaml")]
-
-
-@pytest.mark.parametrize(("command", "name"), REFUSED_BY_COMMANDS)
+@pytest.mark.parametrize(("command", "option", "name"), REFUSED)
 def test_a_command_refuses_a_wrong_file(
     command: str,
+    option: str,
     name: str,
     wrong_files: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    file = path_of(name, wrong_files)
     monkeypatch.chdir(tmp_path)
-    assert run_command([command, *COMMAND_LINES.get(command, []), "--config", file]) == 2
+    assert run_command([command, *COMMAND_LINES[command], option, path_of(name, wrong_files)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"llm-pretrain {command}: error: ")
-    assert wrong_files[file] in error
+    assert name in error
     assert "Traceback" not in error
-    assert tree(tmp_path) == {}
-
-
-@pytest.mark.parametrize("name", ["bomb.yaml", "fifo.yaml", "giant.yaml", "binary.yaml", "system.yaml"])
-def test_a_foreign_file_is_refused_as_ours_are(
-    name: str,
-    wrong_files: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    monkeypatch.chdir(tmp_path)
-    assert run_command(["doctor", "--accelerate_config", path_of(name, wrong_files)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert name in line
     assert tree(tmp_path) == {}
