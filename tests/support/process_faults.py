@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import re
 import sys
@@ -22,7 +21,6 @@ from llm_pretrain.checkpoints import state
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.data.loader import global_batches
-from llm_pretrain.model.moe import Router
 from llm_pretrain.training.evaluation import Evaluator
 from llm_pretrain.training.recorder import Recorder
 
@@ -50,24 +48,6 @@ def multiply_the_learning_rate(factor: float) -> None:
 
 
 # Meshes
-
-
-def average_gradients_of_shards() -> None:
-    """FSDP takes the mean of the ranks' gradients."""
-    _substitute("sum_gradients", lambda original, model: None)
-
-
-def prefer_an_expert(world_size: int, passes: int) -> None:
-    """In launches of so many ranks, after some forward passes, one expert is chosen too often."""
-    original, done = Router._ranking, itertools.count(1)
-
-    def ranking(router: Router, scores: torch.Tensor) -> torch.Tensor:
-        found = original(router, scores).clone()
-        if next(done) > passes and os.environ.get("WORLD_SIZE") == str(world_size):
-            found[..., 0] += 0.02
-        return found
-
-    _patch.setattr(Router, "_ranking", ranking)
 
 
 # Saving and resuming
