@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,8 +97,8 @@ def broken(self, batches):
     token = __import__("os").environ["HF_TOKEN"]
     raise ZeroDivisionError("a bug of ours")
 trainer.Trainer._train = broken
-import {script}
-{script}.exit_process({script}.main())
+import train_pretrain
+train_pretrain.exit_process(train_pretrain.main())
 """
 
 
@@ -114,34 +113,30 @@ def test_a_run_that_records_everything_keeps_secrets(options: list[str], tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["train_pretrain", "train_pretrain_accelerate"])
-def test_a_traceback_keeps_secrets(options: list[str], tmp_path: Path, script: str):
+def test_a_traceback_keeps_secrets(options: list[str], tmp_path: Path):
     file = tmp_path / "broken.py"
-    file.write_text(BUG.format(root=str(ROOT), script=script))
+    file.write_text(BUG.format(root=str(ROOT)))
     finished = run([sys.executable, str(file)], tmp_path, [*options, *RECORDING])
     assert "ZeroDivisionError: a bug of ours" in finished.output
     assert finished.status["exit_code"] == 1
 
 
-ENDS = {
-    "online": ["--logging.wandb_mode", "online"],  # the environment's proxy, which nobody answers
-    "refused": ["--data.sources", "[{store: /nowhere}]"],
-    "out of memory": ["--model.hidden_size", "16384", "--model.num_hidden_layers", "90"],
-    "stopped": [],
-    "hanging": ["--distributed.timeout_seconds", "10"],
-    "killed rank": [],
-}
-"""How a run ends, and the options that it needs for that."""
+ENDS = [
+    ("online", "torchrun", ["--logging.wandb_mode", "online"]),  # its proxy is one that nobody answers
+    ("out of memory", "accelerate", ["--model.hidden_size", "16384", "--model.num_hidden_layers", "90"]),
+    ("stopped", "torchrun", []),
+    ("hanging", "accelerate", ["--distributed.timeout_seconds", "10"]),
+    ("killed rank", "torchrun", []),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["torchrun", "accelerate"])
-@pytest.mark.parametrize("kind", ENDS)
-def test_a_launched_run_keeps_secrets(options: list[str], tmp_path: Path, command: str, kind: str):
+@pytest.mark.parametrize(("kind", "command", "more"), ENDS, ids=[kind for kind, *_ in ENDS])
+def test_a_launched_run_keeps_secrets(
+    options: list[str], tmp_path: Path, kind: str, command: str, more: list[str]
+):
     """Of a hanging one the stacks of all threads are written down."""
-    start = time.monotonic()
-    finished = run(command, tmp_path, [*options, *RECORDING, *ENDS[kind]], kind)
+    finished = run(command, tmp_path, [*options, *RECORDING, *more], kind)
     assert (finished.exit_code == 0) == (kind == "online"), finished.output[-4000:]
-    assert time.monotonic() - start < 280
     if kind == "hanging":
         assert list(finished.folder.glob("stacks-rank*.txt"))
