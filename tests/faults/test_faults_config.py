@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from support.launching import ACCELERATE_SCRIPT, ROOT, TORCHRUN_SCRIPT, environment, launch_command, train
+from support.launching import ACCELERATE_SCRIPT, ROOT, TORCHRUN_SCRIPT, environment, train
 from support.measured import run_measured
 
 from llm_pretrain.__main__ import COMMANDS
@@ -66,11 +66,6 @@ SPECIAL = {
     "fifo.yaml": "fifo.yaml: cannot be read: no plain file",
     "giant.yaml": "giant.yaml: cannot be read: larger than 256 KiB",
     "/dev/zero": "/dev/zero: cannot be read: no plain file",
-}
-CONTRADICTIONS = {
-    "training.global_batch_size": ("7", "training.global_batch_size: expected a multiple of"),
-    "training.max_steps": ("-1", "training.max_steps: expected more than 0"),
-    "model.hidden_sise": ("3", "model.hidden_sise: no such setting"),
 }
 
 
@@ -165,15 +160,6 @@ def test_each_wrong_file(
     (line,) = [line for line in capsys.readouterr().err.splitlines() if wrong_files[file] in line]
     assert line.startswith("error: ")
     assert tree(tmp_path) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_every_contradiction_is_said_once(tmp_path: Path, launcher: str):
-    """By two processes; launchers know zero and not zero."""
-    options = [word for name, (value, _) in CONTRADICTIONS.items() for word in (f"--{name}", value)]
-    expected = [(f"error: {words}",) for _, words in CONTRADICTIONS.values()]
-    check(tmp_path, [*launch_command(launcher, 2), *options], expected, exit_code=1)
 
 
 COMMAND_LINES: dict[str, list[str]] = {

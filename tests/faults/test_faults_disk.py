@@ -1,6 +1,6 @@
 """Disks that are full, too small for a file, broken or read-only: one line, nothing lost, exact afterwards.
 
-Most tests run the script's `main` in a fork, the last one the public commands on both launchers.
+All run the script's `main` in a fork.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import pytest
 from support.corpora import make_store
 from support.crash_checks import exact_rows, small_options, tensor_digests
 from support.faulty_io import Fault
-from support.interrupting import assert_exact
-from support.launching import Finished, launch
+from support.launching import Finished
 
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.manifest import find_damage, read_manifest
@@ -199,28 +198,3 @@ def test_a_disk_that_fails_stops_the_run_in_one_line_and_the_same_command_ends_i
     (end,) = probe.train(folder, small)
     assert end.exit_code == 0, end.output
     check_same_end(folder, oracle)
-
-
-@pytest.mark.slow
-def test_a_full_disk_at_the_report_is_a_warning(probe, small, oracle, tmp_path):
-    options = [*small, "--logging.report", "true"]
-    (end,) = probe.train(tmp_path / "run", options, **refused("write:report.html", 0))
-    assert end.exit_code == 0, end.output
-    (line,) = lines(end.output, "warning: no report")
-    assert "report.html" in line
-    assert FULL in line
-    check_same_end(tmp_path / "run", oracle)
-
-
-@pytest.mark.slow
-@needs_mount
-@pytest.mark.parametrize(("launcher", "mode"), [("torchrun", ASYNC), ("accelerate", [])])
-def test_a_launched_run_on_a_full_disk(launcher, mode, options, undisturbed, disk):
-    """Six saves, of which the disk takes two."""
-    folder = disk(room_for_two(undisturbed.folder)) / "run"
-    failed = launch(launcher, 2, folder, [*options, *mode], exit_code=None)
-    assert failed.exit_code != 0
-    check_stopped(folder, failed.output, "No space left on device", step=20, later=4 * len(mode) // 2)
-    assert sound_steps(folder) == [4, 8]
-    resize(folder.parent, 2 * room_for_two(undisturbed.folder))
-    assert_exact(launch(launcher, 2, folder, [*options, *mode]), undisturbed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import sys
@@ -17,10 +16,8 @@ from support import corruption_plan, faults
 from support.engines import engine_class
 from support.faults import Patch, defined, replace_everywhere
 
-from llm_pretrain.checkpoints import state
-from llm_pretrain.checkpoints.folders import committed_folders
+from llm_pretrain.checkpoints import state, tensor_files
 from llm_pretrain.checkpoints.store import CheckpointStore
-from llm_pretrain.data.loader import global_batches
 from llm_pretrain.training.evaluation import Evaluator
 from llm_pretrain.training.recorder import Recorder
 
@@ -88,20 +85,21 @@ def number_layers_by_stage() -> None:
     _substitute("held_pieces", held_pieces)
 
 
+def ask_for_too_much_in_saves(rank: int) -> None:
+    """One rank's saves ask for what no machine has."""
+    right = tensor_files._chunks
+
+    def chunks(*arguments: Any) -> Any:
+        if os.environ["RANK"] == str(rank):
+            torch.empty(1 << 58, dtype=torch.uint8)
+        return right(*arguments)
+
+    _patch.setattr(tensor_files, "_chunks", chunks)
+
+
 def find_no_checkpoint() -> None:
     """Every run starts from zero."""
     _patch.setattr(CheckpointStore, "find", lambda *_, **__: None)
-
-
-def find_an_older_checkpoint() -> None:
-    """A run continues from the newest checkpoint but one."""
-    find = CheckpointStore.find
-
-    def older(self: CheckpointStore, *, expected: Any, source: Path | None = None) -> Any:
-        committed = list(committed_folders(self.folder).values())
-        return find(self, expected=expected, source=committed[-2] if len(committed) > 1 else source)
-
-    _patch.setattr(CheckpointStore, "find", older)
 
 
 def restore_no_optimizer() -> None:
@@ -113,16 +111,6 @@ def restore_no_optimizer() -> None:
         optimizer.state.clear()
 
     _patch.setattr(CheckpointStore, "load", forgetful)
-
-
-def restore_no_position() -> None:
-    """A resumed run reads its data from the start."""
-    original = global_batches
-
-    def from_start(config: Any, **others: Any) -> Any:
-        return original(config, **{**others, "start_step": 0})
-
-    replace_everywhere(_patch, original, from_start)
 
 
 # Computing
@@ -152,11 +140,6 @@ def flip_a_bit(kind: str, *arguments: Any) -> None:
 def slow_evaluation(seconds: float) -> None:
     """Every batch of an evaluation, and every token of a sample, takes so long."""
     _after_heartbeats(lambda: time.sleep(seconds))
-
-
-def locked_evaluation() -> None:
-    """An evaluation keeps Python's lock."""
-    _after_heartbeats(lambda: ctypes.PyDLL(None).sleep(3600))
 
 
 def _after_heartbeats(act: Callable[[], object]) -> None:
