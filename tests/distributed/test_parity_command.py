@@ -80,11 +80,6 @@ def test_the_contract_holds_on_two_paths_and_two_world_sizes_over_an_epochs_edge
     for cell in cells.values():
         rows = (Path(cell["folder"]) / "metrics.jsonl").read_text().splitlines()
         assert len({json.loads(row)["train/parameters_sha256"] for row in rows}) == 20
-        assert not (Path(cell["folder"]) / "report.html").exists()
-    assert {"torch", "accelerate", "transformers", "python"} <= set(result["versions"])
-    assert result["threads"] >= 1
-    assert "[4/4]" in printed
-    assert "accelerate ddp 2 3 4 fp32 identical" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +16,7 @@ import pyarrow
 import pytest
 import zstandard
 from support.corpora import edit_facts, forge_digests, make_texts, make_tokenizer, write_jsonl
-from support.launching import environment, launch, run_options, train
-from support.measured import run_measured
-from support.stopping import no_traceback_of_ours
+from support.launching import run_options, train
 from support.table_files import parquet
 
 from llm_pretrain.__main__ import main
@@ -171,24 +167,6 @@ CASES: dict[str, Case] = {
 }
 """What is bad; each alone in a corpus."""
 
-LEGAL: dict[str, tuple[dict[str, bytes], dict[str, bytes]]] = {
-    "a byte order mark and CRLF": (
-        {"a.jsonl": b"\xef\xbb\xbf" + SOUND.replace(b"\n", b"\r\n")},
-        {"a.jsonl": SOUND},
-    ),
-    "blank lines": ({"a.jsonl": b"\n\r\n \n".join(GOOD)}, {"a.jsonl": SOUND}),
-    "NaN in a field that is not read": (
-        {"a.jsonl": b'{"text": "a", "score": NaN}\n'},
-        {"a.jsonl": b'{"text": "a"}\n'},
-    ),
-    "a surrogate pair, escaped": (
-        {"a.jsonl": b'{"text": "\\ud83d\\ude00"}'},
-        {"a.jsonl": '{"text": "😀"}'.encode()},
-    ),
-    "equal contents under two names": ({"a.jsonl": GOOD[0], "b.jsonl": GOOD[0]}, {"a.jsonl": GOOD[0] * 2}),
-}
-"""What is not bad, and what it is the same as."""
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -274,15 +252,6 @@ def test_what_is_bad_stops_with_its_place_or_is_counted_and_left_out(
     assert store_files(found) == store_files(expected)
     assert facts(found, *COUNTS) == facts(expected, *COUNTS)
     assert sum(facts(found)["input_documents"]) == sum(facts(expected)["input_documents"])
-
-
-@pytest.mark.parametrize("name", LEGAL)
-def test_what_is_legal_is_read_as_what_it_is(here: Path, tokenizer: str, name: str):
-    for folder, files in zip(("left", "right"), LEGAL[name], strict=True):
-        write(here / folder, files)
-        assert prepare(here / folder, top(files), tokenizer) == 0
-        assert facts(here / folder / "store")["skipped"] == {}
-    assert store_files(here / "left" / "store") == store_files(here / "right" / "store")
 
 
 def test_empty_documents_are_counted_and_never_an_error(here: Path, tokenizer: str, capsys):
@@ -373,23 +342,6 @@ def test_a_corpus_of_bad_records_alone_makes_no_store(here: Path, tokenizer: str
     error = capsys.readouterr().err
     assert "expected documents, found none (left out: 1 invalid JSON, 3 no loss token)" in error
     assert not Path("store").exists()
-
-
-@pytest.mark.slow
-def test_a_document_of_fifty_megabytes_takes_bounded_memory(here: Path, tokenizer: str):
-    """In bytes as tokens, the most that there can be."""
-    text = (" ".join(make_texts(100_000, longest=40)) * 6)[:40_000_000]
-    assert len(text.encode()) > 40_000_000
-    Path("big.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False))
-    command = [
-        *(sys.executable, "-m", "llm_pretrain", "prepare", "--input", "big.jsonl", "--tokenizer", tokenizer),
-        *("--output", "store", "--validation_fraction", "0"),
-    ]
-    measured = run_measured(command, env=environment(), stdout=subprocess.DEVNULL)
-    assert measured.exit_code == 0
-    assert measured.memory_bytes < 8_000_000_000
-    split = facts(here / "store")["splits"]["train"]
-    assert (split["documents"], split["text_bytes"]) == (1, len(text.encode()))
 
 
 # --- stores at training time -------------------------------------------------------------------------
@@ -555,13 +507,3 @@ def test_ids_beyond_the_vocabulary_of_a_large_store_are_never_trained_on(
     assert "expected token ids below vocab_size 259, found 60000 in sequence" in capsys.readouterr().err
     rows = (here / "run" / "metrics.jsonl").read_text().splitlines()
     assert {json.loads(row)["step"] for row in rows} <= {0}
-
-
-@pytest.mark.slow
-def test_two_processes_refuse_a_damaged_store_together(here: Path, sharded: Path):
-    store = Path(shutil.copytree(sharded, here / "store"))
-    swap(store)
-    run = launch("torchrun", 2, here / "run", short_options(store, here / "run"), exit_code=1)
-    assert run.output.count("expected unaltered contents") == 1
-    assert run.output.count("error: ") == 1
-    no_traceback_of_ours(run.output)

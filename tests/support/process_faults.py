@@ -97,11 +97,6 @@ def ask_for_too_much_in_saves(rank: int) -> None:
     _patch.setattr(tensor_files, "_chunks", chunks)
 
 
-def find_no_checkpoint() -> None:
-    """Every run starts from zero."""
-    _patch.setattr(CheckpointStore, "find", lambda *_, **__: None)
-
-
 def restore_no_optimizer() -> None:
     """A checkpoint's optimizer state is dropped."""
     load = CheckpointStore.load
