@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.forked_replay import content_of, copy_of, launch_until, run_replay
-from support.launching import ROOT, ForkedLaunch, launch
+from support.launching import ROOT, launch
 from support.poisoning import DATA_OPTIONS, POISONED, poisoned_store
 
 from llm_pretrain.__main__ import main
@@ -102,22 +100,6 @@ def test_attempts_that_were_launched_otherwise(plain_store: Path, tmp_path: Path
     assert legs[0] == (1, starts[1] - 1, "torchrun", 1)
     assert legs[1][2:] == ("accelerate", 2)
     assert legs[2][2:] == ("torchrun", 2)
-
-
-def test_a_run_that_was_stopped_between_two_saves(plain_store: Path, tmp_path: Path):
-    """It saved where it was; logged every third step, so that a row sums the digests of three."""
-    more = ("--logging.logging_steps", "3", "--training.max_steps", "400", "--checkpoint.save_steps", "40")
-    folder = tmp_path / "run"
-    running = ForkedLaunch("torchrun", 1, folder, options(plain_store, *more))
-    while len(rows_of(folder) if folder.exists() else {}) < 4:
-        time.sleep(0.01)
-    running.ranks.send(signal.SIGTERM)
-    assert running.finish().exit_code == 75
-    stopped = read_json(folder / "status.json")["step"]
-    code, result = run_replay(folder, tmp_path / "out")
-    assert (code, verdicts(result)) == (0, ["identical"] * len(result["segments"]))
-    assert result["segments"][-1]["end"] == stopped
-    assert result["segments"][-1]["compared"]
 
 
 def test_a_run_that_rolled_back(tmp_path: Path):

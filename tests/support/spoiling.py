@@ -8,7 +8,6 @@ from typing import Any
 
 from support.engines import engine_class
 
-KINDS = ("both", "gradient", "loss")
 REASON = {"both": "nonfinite_gradient", "gradient": "nonfinite_gradient", "loss": "nonfinite_loss"}
 SPOILT_RANK = 1
 
