@@ -164,5 +164,5 @@ def test_the_digest_of_parameters_sees_every_element(dtype: torch.dtype, monkeyp
         model: Any = SimpleNamespace(state_dict=lambda tensors=tensors: tensors)
         agreement.check_parameters(engine, model, "now")
     assert seen[0].keys() == {"odd now", "one now"}
-    assert len({each["odd now"] for each in seen}) == 13
+    assert all(each["odd now"] != seen[0]["odd now"] for each in seen[1:])
     assert len({each["one now"] for each in seen}) == 1

@@ -10,12 +10,7 @@ import pytest
 import torch
 from support.divergence_plan import KINDS_OF, SPOILT_STEP
 from support.interrupting import assert_exact, kill_at
-from support.launching import (
-    assert_same_tensors,
-    checkpoint_tensors,
-    launch,
-    run_options,
-)
+from support.launching import assert_same_tensors, checkpoint_tensors, launch, run_options
 from support.once import once
 from support.poisoning import DATA_OPTIONS, POISONED, poisoned_store
 from support.rank_cases import Outcome, run_ranks

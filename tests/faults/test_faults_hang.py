@@ -14,14 +14,7 @@ import pytest
 from support.fork_server import free_port
 from support.hanging import HANG_SECONDS, WATCHED, disturb, disturb_save, unfinished
 from support.interrupting import assert_exact, check_continued, wait_for_step
-from support.launching import (
-    Finished,
-    environment,
-    finish,
-    kill_outright,
-    launch,
-    start,
-)
+from support.launching import Finished, environment, finish, kill_outright, launch, start
 from support.stopping import begin
 
 STOP_STEP = 9

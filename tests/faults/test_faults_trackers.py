@@ -12,14 +12,7 @@ import psutil
 import pytest
 from support.interrupting import assert_exact
 from support.launching import TIMEOUT_SECONDS, Finished
-from support.stopping import (
-    begin,
-    no_traceback_of_ours,
-    nothing_left,
-    row_of,
-    stopped_cleanly,
-    to_launcher,
-)
+from support.stopping import begin, no_traceback_of_ours, nothing_left, row_of, stopped_cleanly, to_launcher
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 HELD_UP_SECONDS = 30.0
