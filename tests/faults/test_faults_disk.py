@@ -140,23 +140,6 @@ def test_a_full_disk_stops_after_three_saves_and_continues_with_more_room(probe,
     check_same_end(folder, oracle)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "only"),
-    [
-        *(([], "create:shard-"), (ASYNC, "fsync:shard-"), ([], "fsync:manifest.json")),
-        *((ASYNC, "rename:checkpoints/.step-"), ([], "create:model.safetensors")),
-    ],
-)
-def test_two_failed_saves_and_room_again_lose_nothing(probe, small, oracle, tmp_path, mode, only):
-    fault = Fault("refuse", 2, errno.ENOSPC, times=2, only=only)
-    (end,) = probe.train(tmp_path / "run", [*small, *mode], faults={0: fault})
-    assert end.exit_code == 0, end.output
-    told = lines(end.output, "warning: ")
-    assert len([line for line in told if "No space left on device" in line and "bytes" in line]) == 2, told
-    check_same_end(tmp_path / "run", oracle)
-
-
 def refused(only: str, at: int = 2, error: int = errno.ENOSPC, times: int = -1) -> dict[str, Any]:
     return {"faults": {0: Fault("refuse", at, error, times=times, only=only)}}
 
