@@ -85,7 +85,6 @@ COMMAND_LINES: dict[str, list[str]] = {
     "ladder": ["--input", "nowhere", "--budget", "1h"],
     "parity": [],
     "simulate": ["--world-size", "2", "--gpu", "h100"],
-    "prepare": ["--input", "stdlib", "--tokenizer", "nowhere", "--output", "store"],
 }
 """What each command needs beside `--config`."""
 
