@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import compare_commits
 import pytest
 import torch
-from compare_commits import Tree, compare_runs, known_to_both, same_tensor
+from compare_commits import compare_runs, same_tensor
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.finished_runs import FinishedRun
-from support.fork_server import ForkServer
 
 MIDWAY, STEPS = 2, 4
 
@@ -35,10 +34,6 @@ def change_row(run: Path, step: int = 1) -> None:
     row = next(each for each in lines if each["step"] == step)
     row["train/grad_norm"] *= 1 + 2**-50
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def change_late_row(run: Path) -> None:
-    change_row(run, STEPS)
 
 
 def change_tensor(run: Path) -> None:
@@ -92,51 +87,3 @@ def test_the_first_difference_is_named(
 def test_signs_of_zeros_are_bits():
     assert same_tensor(torch.tensor([0.0, torch.nan]), torch.tensor([0.0, torch.nan]))
     assert not same_tensor(torch.tensor([0.0]), torch.tensor([-0.0]))
-
-
-def test_only_settings_that_both_commits_know_are_set(tmp_path: Path):
-    old, new = (
-        Tree("", tmp_path, settings, ForkServer(tmp_path))
-        for settings in ({"model": {"a": 1, "b": 2}, "gone": {"c": 3}}, {"model": {"a": 0}})
-    )
-    assert known_to_both({"model": {"a": 5, "b": 6}, "gone": {"c": 7}}, (old, new)) == {
-        "model": {"a": 5},
-        "gone": {},
-    }
-
-
-class Copying(Tree):
-    """A tree that trains by copying its folder."""
-
-    def train(
-        self, launcher: str, world_size: int, folder: Path, config: Path, options: Sequence[str]
-    ) -> str | None:
-        continues = folder.exists()
-        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
-        if continues:
-            cut_rows(folder)
-        return None
-
-
-@pytest.mark.parametrize("change", [change_time, change_late_row])
-def test_the_exit_code_says_whether_all_is_equal(
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[[Path], None],
-):
-    """Checkpoint and rows that the new commit writes when it continues are compared too."""
-    change(shutil.copytree(run, tmp_path / "changed"))
-    folders = {"OLD": run, "NEW": tmp_path / "changed"}
-    for name, few in (("MODELS", ["dense"]), ("PRECISIONS", ["fp32"]), ("WORLD_SIZES", [1])):
-        monkeypatch.setattr(compare_commits, name, few)
-    monkeypatch.setattr(compare_commits, "add_worktree", lambda stack, commit, folder: folder)
-    monkeypatch.setattr(
-        compare_commits, "open_tree", lambda side, *_: Copying(side, folders[side], {}, ForkServer(tmp_path))
-    )
-    equal = change is change_time
-    assert compare_commits.main(["a-commit"]) == (0 if equal else 1)
-    printed = capsys.readouterr().out
-    assert printed.count("same bits") == (4 if equal else 0)  # trained and continued, by both launchers
-    assert ("does NOT keep the bits" in printed) == (not equal)

@@ -13,7 +13,6 @@ from support.rank_cases import Outcome, has_slow, run_ranks, slow_but
 PATHS = ("torchrun", "accelerate")
 QUICK = {"torchrun ddp, activation", "torchrun ddp, parameter", "accelerate ddp, gradient once"}
 FLIPPED = [name for name in TWO if name[-1] not in "01"]
-QUICK_SOUND = ["torchrun ddp"]
 NAMES = {
     "activation": "output of model.layers.1",
     "gradient": f"gradient of {MATRIX}",
@@ -28,8 +27,7 @@ def two(
     masked_store: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, list[Outcome]]:
     """Both ranks' outcomes; without slow tests only those that the quick ones need."""
-    quick = QUICK | {f"{name}, {every}" for name in QUICK_SOUND for every in (0, 1)}
-    names = TWO.keys() if has_slow(request) else quick
+    names = TWO.keys() if has_slow(request) else QUICK
     folder = tmp_path_factory.mktemp("two")
     return run_ranks(masked_store, folder, plan="corruption_plan", world_size=2, names=names)
 
@@ -85,7 +83,8 @@ SOUND_NAMES = [f"{path} {kind}" for path in PATHS for kind in SOUND]
 SOUND_NAMES += [f"torchrun {kind}" for kind in SOUND_TORCHRUN]
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK_SOUND, SOUND_NAMES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOUND_NAMES)
 def test_checks_change_no_bit(two: dict[str, list[Outcome]], name: str):
     check_same_training(two[f"{name}, 1"], two[f"{name}, 0"])
     if "fp16" in name:

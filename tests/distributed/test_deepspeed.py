@@ -7,13 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from support.engines import small_config
 from support.launching import Finished, assert_same_tensors, checkpoint_tensors
 from support.stepping import relative_error
 from support.zero_cases import DIVERGING_STEP, MASKED_STEP, SAVED, STEPS, WORLD_SIZE, run_cases
 
-from llm_pretrain.checkpoints.opening import open_model
 from llm_pretrain.config.loading import validate
 from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed import deepspeed
@@ -62,9 +60,9 @@ def assert_same_run(left: Finished, right: Finished, *, since: int = 0) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["", " moe", " unclipped", " bf16"])
+@pytest.mark.parametrize("kind", ["", " bf16"])
 def test_zero_1_is_ddp_to_the_last_bit(cases: Path, kind: str):
-    """With clipping and without, in both precisions, and past a step in which no token counts."""
+    """In both precisions, and past a step in which no token counts."""
     ours, expected = run(cases, f"zero1{kind}"), run(cases, f"ddp{kind}")
     assert_same_run(ours, expected)
     assert ours.rows[MASKED_STEP + 1]["train/skipped"] == "no_loss_tokens"
@@ -72,7 +70,7 @@ def test_zero_1_is_ddp_to_the_last_bit(cases: Path, kind: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero3", "zero2", "zero2 unclipped", "zero3 moe"])
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3 moe"])
 def test_sharded_gradients_and_parameters_stay_within_their_bound(cases: Path, name: str):
     ours, expected = run(cases, name), run(cases, name.replace("zero2", "ddp").replace("zero3", "ddp"))
     assert relative_difference(ours, expected) < BOUND
@@ -102,15 +100,6 @@ def test_a_zero_3_checkpoint_continues_under_ddp(cases: Path):
     assert ours.raw_steps()[0] == SAVED + 1
     assert relative_difference(ours, run(cases, "ddp moe")) < BOUND
     assert scalars(ours.folder) == scalars(cases / "ddp moe")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero1", "zero3 moe"])
-def test_half_precision_weights_are_the_checkpoint_s_parameters(cases: Path, name: str):
-    model = open_model(cases / name / "weights" / f"step-{STEPS:08d}").model
-    tensors = checkpoint_tensors(cases / name, STEPS)
-    for parameter_name, parameter in model.named_parameters():
-        assert torch.equal(parameter.bfloat16(), tensors[parameter_name].bfloat16()), parameter_name
 
 
 @pytest.mark.slow
@@ -145,12 +134,9 @@ def zero_config(**fields: object) -> Config:
     [
         ("ACCELERATE_USE_FSDP", "true", ("distributed.strategy: deepspeed", "runs fsdp")),
         ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2", ("distributed.zero_stage: 3", "zero_stage is 2")),
-        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0", ("distributed.zero_stage", "zero_stage is 0")),
         ("ACCELERATE_GRADIENT_CLIPPING", "0.5", ("training.max_grad_norm: 1.0", "gradient_clipping is 0.5")),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "7", ("makes 3 accumulation", "steps is 7")),
-        ("ACCELERATE_MIXED_PRECISION", "fp16", ("training.precision: ", "mixed_precision is fp16")),
         ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu", ("offload_optimizer_device", "is cpu")),
-        ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds.json", ("deepspeed_config_file", "is ds.json")),
     ],
 )
 def test_what_was_launched_is_held_against_the_configuration(

@@ -1,9 +1,8 @@
-"""Forked ranks are what a launcher would start: environment, exit codes, signals, the end of all with one."""
+"""Forked ranks have the environment that a launcher gives to its own."""
 
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 from pathlib import Path
 
@@ -15,43 +14,6 @@ from support.probes import ACCELERATE, TORCHRUN
 OWN = ("MASTER_", "TORCHELASTIC_", "OMP_", "OLDPWD", "PWD", "SHLVL", "_", "LLM_PRETRAIN_", "PYTEST_")
 OWN += ("PYTHONPATH", "OPENBLAS_", "TORCH_NCCL", "TORCHINDUCTOR_", "KMP_", "CUDA_MODULE_LOADING")
 """Variables that differ from launch to launch, or that libraries set."""
-
-
-def run(target: str, *arguments: object, world_size: int = 2, **options: object) -> list[int]:
-    request = Request(target, list(arguments), world_size, **options)  # type: ignore[arg-type]
-    return fork_server().run(request, TIMEOUT_SECONDS)
-
-
-def test_exit_codes_are_the_ranks_own():
-    assert run("builtins:int", 7) == [7, 7]
-    assert run("builtins:print") == [0, 0]
-    assert run("sys:exit", 75, world_size=1) == [75]
-    assert run("operator:truediv", 1, 0, world_size=1) == [1]
-
-
-def test_output_goes_to_a_file(tmp_path: Path):
-    output = tmp_path / "output"
-    assert run("builtins:print", "one", "two", output=str(output)) == [0, 0]
-    assert output.read_text() == "one two\n" * 2
-
-
-def test_a_rank_that_is_killed_ends_the_others():
-    running = fork_server().start(Request("time:sleep", [TIMEOUT_SECONDS], 2, end_seconds=0.1))
-    assert running.poll() is None
-    running.send(signal.SIGKILL, rank=0)
-    assert running.wait(TIMEOUT_SECONDS) == [-signal.SIGKILL, -signal.SIGTERM]
-
-
-def test_ranks_end_where_nobody_waits_any_more():
-    running = fork_server().start(Request("time:sleep", [TIMEOUT_SECONDS], 2))
-    with pytest.raises(TimeoutError):
-        running.wait(0.1)
-
-
-def test_faults_come_before_the_target(tmp_path: Path):
-    faults = [("os:putenv", ["A_FAULT", "1"])]
-    request = Request("subprocess:call", [["sh", "-c", "exit $A_FAULT"]], 1, before=faults)
-    assert fork_server().run(request, TIMEOUT_SECONDS) == [1]
 
 
 @pytest.mark.slow

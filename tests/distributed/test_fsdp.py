@@ -87,8 +87,8 @@ def test_fp16_scales_its_loss_under_sharding_too(outcomes: Outcomes):
 @pytest.mark.parametrize("path", ["torchrun", "accelerate"])
 def test_one_rank_s_infinite_gradient_skips_the_step_on_all(outcomes: Outcomes, path: str):
     for rank in outcomes[f"{path} one rank NaN"]:
-        assert rank.driven.skipped == ["nonfinite_gradient"] * 3
-        assert rank.driven.updates == [0] * 3
+        assert rank.driven.skipped == ["nonfinite_gradient"] * 2
+        assert rank.driven.updates == [0] * 2
         assert len(set(rank.driven.hashes)) == 1
 
 

@@ -57,7 +57,7 @@ def own_set(runs: Runs) -> GoldenSet:
     pytest.skip(f"no golden rows of this environment, so no bits are compared: {environment}")
 
 
-@pytest.mark.parametrize("name", slow_but(NAMES[2:], NAMES))
+@pytest.mark.parametrize("name", slow_but(NAMES[-1:], NAMES))
 def test_both_launchers_write_the_same_rows(runs: Runs, name: str):
     by_hand, accelerated = (golden_rows(runs(name, launcher)) for launcher in LAUNCHERS)
     assert list(by_hand) == list(range(1, STEPS + 1))
@@ -76,6 +76,7 @@ def test_rows_are_those_of_this_environment_bit_for_bit(runs: Runs, own_set: Gol
     assert first_difference(own_set.runs[name], golden_rows(runs(name, LAUNCHERS[0]))) is None
 
 
+@pytest.mark.slow
 def test_another_learning_rate_is_seen(runs: Runs, store: Path, tmp_path: Path):
     """One that differs by 1e-6 changes the first step's bits, and stays within the bounds."""
     fault = ("support.process_faults:multiply_the_learning_rate", [1 + 1e-6])

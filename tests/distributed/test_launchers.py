@@ -6,7 +6,6 @@ Each way runs once, for a few steps of the tiny mixture of experts; docs/launchi
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,18 +158,6 @@ def alone(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Finis
     return run([Part([sys.executable, TORCHRUN])], tmp_path_factory.mktemp("alone") / "run", options)
 
 
-def test_the_reference_trains(reference: Finished, alone: Finished):
-    """The comparisons compare something: parameters move, and two processes are not one in the last bits."""
-    for finished, processes in ((reference, PROCESSES), (alone, 1)):
-        rows = finished.rows
-        assert rows[STEPS]["train/loss"] < rows[1]["train/loss"]
-        assert finished.status["world_size"] == processes
-        digests = [rows[step]["data/batch_sha256"] for step in range(1, STEPS + 1)]
-        assert len(set(digests)) == STEPS
-    with pytest.raises(AssertionError):
-        assert_same(reference, alone)
-
-
 @pytest.mark.parametrize("name", WAYS)
 def test_every_launcher_trains_the_same(name: str, reference: Finished, options: list[str], tmp_path: Path):
     finished = run(WAYS[name](str(free_port())), tmp_path / "run", options)
@@ -194,14 +181,6 @@ def test_one_process_trains_the_same(name: str, alone: Finished, options: list[s
     finished = run([Part(ALONE[name])], tmp_path / "run", options)
     assert_same(finished, alone)
     assert finished.status["launcher"] == "accelerate"
-
-
-def test_no_process_is_no_training():
-    for number in ("0", "-2"):
-        command = [*SPAWN[:-1], number, Path(TORCHRUN).name]
-        finished = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-        assert finished.returncode == 2
-        assert f"--processes: expected 1 or more, found {number}" in finished.stderr.splitlines()[-1]
 
 
 def executed(notebook: Path, start: Path, more: str, parameters: str) -> str:

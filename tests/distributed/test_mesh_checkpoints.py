@@ -88,7 +88,7 @@ def saved(masked_store: Path, folder: Path) -> dict[str, Finished]:
     return {name: run(masked_store, folder / name, name, SAVED) for name in LAYOUTS}
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "ep fsdp", "ep hsdp", "tp"])
+@pytest.mark.parametrize("layout", ["fsdp", "ep hsdp", "tp"])
 def test_both_launchers_write_the_same(
     masked_store: Path, saved: dict[str, Finished], layout: str, tmp_path: Path
 ):
@@ -115,10 +115,8 @@ def test_an_evaluation_between_steps_is_that_of_ddp(saved: dict[str, Finished], 
         assert samples[0].splitlines()[:2] == samples[1].splitlines()[:2], "of the first evaluation"
 
 
-@pytest.mark.parametrize("layout", ["ep", "ep hsdp"])
-def test_an_evaluation_changes_no_training(
-    masked_store: Path, saved: dict[str, Finished], layout: str, tmp_path: Path
-):
+def test_an_evaluation_changes_no_training(masked_store: Path, saved: dict[str, Finished], tmp_path: Path):
+    layout = "ep hsdp"
     alone = run(masked_store, tmp_path / "run", layout, SAVED, options=["--evaluation.eval_steps", "0"])
     for step in range(1, SAVED + 1):
         for key in ("train/loss", "train/aux_loss", "train/grad_norm", "moe/load"):
@@ -144,7 +142,7 @@ def test_parts_from_none_or_several_ranks_are_found(
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["ddp", "hsdp", "ep fsdp", "tp"])
 def test_weights_are_those_that_one_process_writes(saved: dict[str, Finished], layout: str, tmp_path: Path):
     """The averages in the checkpoint, rounded, byte for byte."""
     run = saved[layout].folder
@@ -167,8 +165,8 @@ def test_weights_are_those_that_one_process_writes(saved: dict[str, Finished], l
 
 
 NAMES = list(LAYOUTS)
-MOVES = [(source, NAMES[(k + step) % len(NAMES)]) for step in (1, 3) for k, source in enumerate(NAMES)]
-"""Each layout's checkpoint on two others, and on each two others' checkpoints."""
+MOVES = [(source, NAMES[(k + 3) % len(NAMES)]) for k, source in enumerate(NAMES)]
+"""Each layout's checkpoint on another, and on each another's checkpoint."""
 
 
 @pytest.mark.parametrize(("source", "target"), MOVES)

@@ -1,4 +1,4 @@
-"""The groups of a mesh: who is in them, and how few there are. In one process, whose other ranks are fake."""
+"""The groups of a mesh: who is in them. In one process, whose other ranks are fake."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import device_mesh
 
 from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.tree import Config
@@ -89,22 +88,3 @@ def test_ranks_are_together_that_share_an_axis(name: str):
         assert found["sequence"] == (expected("cp", "tp") if mesh.sequence > 1 else None)
         assert found["pp"] == (expected("pp") if mesh.pp > 1 else None)
         assert (found["experts"] is None) == ("ep_size" not in sizes)
-
-
-def test_an_axis_of_one_rank_has_no_groups(monkeypatch: pytest.MonkeyPatch):
-    """Of 1,024 ranks 1,060 groups: each axis once, and the products of axes."""
-    made: list[int] = []
-    new_group = device_mesh.new_group
-
-    def counted(ranks: list[int], **options: Any) -> Any:
-        made.append(len(ranks))
-        return new_group(ranks=ranks, **options)
-
-    monkeypatch.setattr(device_mesh, "new_group", counted)
-    config = configured({"pp_size": 4, "cp_size": 2, "tp_size": 8})
-    with fake_ranks(1024, "fake", 5):
-        build_meshes(config, "cpu", 1024)
-    axes = 1024 // 4 + 1024 // 16 + 1024 // 2 + 1024 // 8
-    products = 1024 // (16 * 2 * 8) + 1024 // (16 * 2) + 1024 // (2 * 8)
-    assert len(made) == axes + products
-    assert 1 not in made

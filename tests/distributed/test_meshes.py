@@ -7,7 +7,7 @@ the same with mistakes put in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,19 @@ from typing import Any
 import pytest
 import torch
 from support.mesh_plan import (
-    CASES,
-    DIVIDED,
     FLOAT64,
     KINDS,
     KINDS_OF_THREE,
-    MATRICES,
-    MESHES,
+    MESHES_OF,
     ON_FOUR,
     ON_THREE,
+    SCOPES,
     SEQUENCE,
     THREE,
     Changes,
     meshed,
 )
-from support.rank_cases import Case, Outcome, case_config, has_slow, run_ranks, slow_but
+from support.rank_cases import Case, Outcome, case_config, run_ranks, slow_but
 from support.stepping import micro_batches_of, reference_gradients, relative_error
 
 from llm_pretrain.config.model_config import ModelConfig
@@ -39,15 +37,16 @@ from llm_pretrain.model.moe import Experts
 Outcomes = dict[str, list[Outcome]]
 Found = Callable[[str], list[Outcome]]
 
-QUICK = [("tp cp ep", "fp32")]
-QUICK_CASES = {"ddp fp32", "torchrun tp cp ep fp32", "accelerate tp cp ep fp32"}
-"""The mesh that has everything; all others, and the mistakes, are slow."""
-PAIRS = [(mesh, kind) for kind in KINDS for mesh in MESHES | DIVIDED if f"torchrun {mesh} {kind}" in CASES]
+
+def pairs(kinds: Iterable[str]) -> list[object]:
+    """(mesh, kind) of these kinds; all but the quick one are slow."""
+    found = [(mesh, kind) for kind in kinds for mesh in MESHES_OF[kind]]
+    return [pytest.param(*each, marks=[] if each[1] == "quick" else [pytest.mark.slow]) for each in found]
 
 
 def group_of(name: str) -> str:
     """The group of a case, whose cases run in the same processes: its kind, or `others`."""
-    return max((kind for kind in KINDS if name.endswith(f" {kind}")), key=len, default="others")
+    return max((kind for kind in MESHES_OF if name.endswith(f" {kind}")), key=len, default="others")
 
 
 Runs = Callable[[str], Outcomes]
@@ -55,15 +54,11 @@ Runs = Callable[[str], Outcomes]
 
 
 @pytest.fixture(scope="module")
-def runs(
-    masked_store: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Runs:
-    chosen = ON_FOUR if has_slow(request) else QUICK_CASES
-
+def runs(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     @cache
     def run(group: str) -> Outcomes:
         folder = tmp_path_factory.mktemp("meshes")
-        names = {name for name in chosen if group_of(name) == group}
+        names = {name for name in ON_FOUR if group_of(name) == group}
         return run_ranks(masked_store, folder, plan="mesh_plan", world_size=4, names=names)
 
     return run
@@ -75,23 +70,15 @@ def outcomes(runs: Runs) -> Found:
     return lambda name: runs(group_of(name))[name]
 
 
-def _marked(pairs: list[tuple[str, str]]) -> list[object]:
-    return [pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
-
-
-@pytest.mark.parametrize("group", slow_but(["fp32"], [*KINDS, "others"]))
+@pytest.mark.parametrize("group", slow_but(["quick"], MESHES_OF))
 def test_every_case_runs_and_the_ranks_agree(runs: Runs, group: str):
     for name, ranks in runs(group).items():
-        if name == "other replicas":
-            continue
         assert [rank.error for rank in ranks] == [None] * 4, name
         assert len({tuple(rank.driven.hashes) for rank in ranks}) == 1, name
         assert len({tuple(rank.driven.grad_norms) for rank in ranks}) == 1, name
 
 
-@pytest.mark.parametrize(
-    ("mesh", "kind"), _marked([pair for pair in PAIRS if "accelerate {} {}".format(*pair) in CASES])
-)
+@pytest.mark.parametrize(("mesh", "kind"), pairs(KINDS))
 def test_both_paths_give_the_same_bits(outcomes: Found, mesh: str, kind: str):
     by_hand, accelerated = (outcomes(f"{path} {mesh} {kind}")[0] for path in ("torchrun", "accelerate"))
     assert by_hand.model_class == accelerated.model_class == "FSDPDecoder"
@@ -102,7 +89,7 @@ def test_both_paths_give_the_same_bits(outcomes: Found, mesh: str, kind: str):
     assert left.grad_norms == right.grad_norms
 
 
-@pytest.mark.parametrize(("mesh", "kind"), _marked([pair for pair in PAIRS if pair[1] not in FLOAT64]))
+@pytest.mark.parametrize(("mesh", "kind"), pairs(KINDS))
 def test_it_is_ddp_within_rounding(outcomes: Found, mesh: str, kind: str):
     expected, found = outcomes(f"ddp {kind}")[0].driven, outcomes(f"torchrun {mesh} {kind}")[0].driven
     if kind == "bf16" and {"cp", "tp"} & set(mesh.split()):
@@ -130,27 +117,14 @@ def exact_gradients(store: Path, changes: Changes = SEQUENCE) -> dict:
     return reference_gradients(config, list(micro_batches_of(config, 0)))
 
 
-EXACT = FLOAT64 | MATRICES
-ON_MESHES = ["ddp", *(f"torchrun {mesh}" for mesh in MESHES | DIVIDED)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "kind"), [(mesh, kind) for kind in EXACT for mesh in ON_MESHES if f"{mesh} {kind}" in CASES]
-)
+@pytest.mark.parametrize(("mesh", "kind"), pairs(FLOAT64))
 def test_gradients_are_exact(outcomes: Found, masked_store: Path, mesh: str, kind: str):
     """In float64 a wrong scale cannot hide, of no term of the objective: not of a norm of one head either."""
-    expected = exact_gradients(masked_store, EXACT[kind])
-    for rank in outcomes(f"{mesh} {kind}"):
+    expected = exact_gradients(masked_store, FLOAT64[kind])
+    for rank in (*outcomes(f"torchrun {mesh} {kind}"), *outcomes(f"ddp {kind}")):
         (gradients,) = rank.driven.gradients
         for name in expected:
             assert relative_error(gradients, expected, name) <= 1e-12, name
-
-
-@pytest.mark.slow
-def test_layers_that_are_computed_again_gather_the_same(outcomes: Found):
-    found, expected = (outcomes(f"torchrun tp fsdp {kind}")[0].driven for kind in ("recomputed", "fp32"))
-    assert found.hashes == expected.hashes
 
 
 @pytest.mark.slow
@@ -171,7 +145,7 @@ def three_ranks(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FLOAT64)
+@pytest.mark.parametrize("kind", SCOPES)
 @pytest.mark.parametrize("mesh", THREE)
 def test_gradients_of_three_ranks_are_exact(three_ranks: Outcomes, masked_store: Path, mesh: str, kind: str):
     """By three, unlike by four, no division is exact."""
@@ -212,9 +186,3 @@ def test_a_rank_without_rows_has_zero_gradients(monkeypatch: pytest.MonkeyPatch)
         assert not parameter.grad.any()
     assert x.grad is not None
     assert weight.grad is not None
-
-
-@pytest.mark.slow
-def test_an_expert_without_tokens_is_no_trouble(outcomes: Found):
-    found, expected = outcomes("torchrun ep one expert")[0].driven, outcomes("ddp one expert")[0].driven
-    assert relative_error(found.parameters, expected.parameters) <= 1e-5

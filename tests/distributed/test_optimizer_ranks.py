@@ -47,7 +47,7 @@ def test_both_paths_give_the_same_bits(outcomes: Outcomes, strategy: str, kind: 
     by_hand, accelerated = (
         outcomes[f"{path} {strategy} {kind}"][0].driven for path in ("torchrun", "accelerate")
     )
-    assert len(set(by_hand.hashes)) == 3  # an average that was looked at leaves the last one as it was
+    assert len(set(by_hand.hashes)) == 2  # an average that was looked at leaves the last one as it was
     assert by_hand.hashes == accelerated.hashes
 
 
@@ -77,7 +77,7 @@ def test_with_clipping_it_is_whole_muon_within_rounding(outcomes: Outcomes):
     assert relative_error(sharded.parameters, ddp.parameters) <= 5e-3
 
 
-@pytest.fixture(scope="module", params=slow_but([3], [2, 3, 4]))
+@pytest.fixture(scope="module", params=slow_but([3], [3, 4]))
 def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Steps:
     """On four ranks what is sharded has two replicas."""
     return on_ranks(request.param, tmp_path_factory.mktemp("steps"))

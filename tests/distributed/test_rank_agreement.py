@@ -74,9 +74,6 @@ def test_one_rank_of_each_script(plain_store: Path, tmp_path: Path):
     [
         (TORCHRUN, "optimizer.learning_rate", "0.003", "0.002"),
         pytest.param(ACCELERATE, "model.rope_theta", "1000000.0", "5000.0", marks=pytest.mark.slow),
-        pytest.param(TORCHRUN, "run.seed", "0", "1", marks=pytest.mark.slow),
-        pytest.param(ACCELERATE, "training.max_steps", "2", "3", marks=pytest.mark.slow),
-        pytest.param(TORCHRUN, "checkpoint.save_steps", "20", "1", marks=pytest.mark.slow),
     ],
 )
 def test_other_settings(plain_store: Path, tmp_path: Path, script: str, name: str, own: str, other: str):
@@ -86,36 +83,29 @@ def test_other_settings(plain_store: Path, tmp_path: Path, script: str, name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [TORCHRUN, ACCELERATE])
-def test_another_store(plain_store: Path, changed_store: Path, tmp_path: Path, script: str):
+def test_another_store(plain_store: Path, changed_store: Path, tmp_path: Path):
     other = ("--data.sources", f"[{{store: {changed_store}}}]")
-    codes, lines = run(plain_store, tmp_path / "run", *other, scripts=(script, script))
+    codes, lines = run(plain_store, tmp_path / "run", *other)
     assert codes == [2, 2]
     assert all("data.sources[0].store: expected the same on all ranks" in line for line in lines)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [TORCHRUN, ACCELERATE])
-def test_what_a_machine_decides_may_differ(plain_store: Path, tmp_path: Path, script: str):
+def test_what_a_machine_decides_may_differ(plain_store: Path, tmp_path: Path):
     shutil.copytree(plain_store, tmp_path / "copy")
     mine = [
         *("--data.sources", f"[{{store: {tmp_path / 'copy'}}}]", "--distributed.cpu_threads", "2"),
         *("--run.output_dir", f"{tmp_path}/../{tmp_path.name}/run", "--data.num_workers", "1"),
     ]
-    codes, lines = run(plain_store, tmp_path / "run", *mine, scripts=(script, script))
+    codes, lines = run(plain_store, tmp_path / "run", *mine)
     assert (codes, lines) == ([0, 0], [])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [TORCHRUN, ACCELERATE])
 def test_parameters_that_drift_apart_are_not_saved(plain_store: Path, tmp_path: Path, script: str):
-    result = run(
-        plain_store,
-        tmp_path / "run",
-        scripts=(script, script),
-        before=[("support.process_faults:flip_a_bit_of_rank_1", [])],
-    )
-    codes, lines = result
+    before = [("support.process_faults:flip_a_bit_of_rank_1", [])]
+    codes, lines = run(plain_store, tmp_path / "run", scripts=(script, script), before=before)
     assert codes == [DivergedError.exit_code] * 2
     assert len(lines) == 2
     assert all("model.norm.weight at step 2: expected the same on all ranks" in line for line in lines)
@@ -166,18 +156,13 @@ def test_the_digest_of_parameters_sees_every_element(dtype: torch.dtype, monkeyp
     """Whatever their number and their place in a larger tensor."""
     seen: list[dict[str, str]] = []
     monkeypatch.setattr(agreement, "check_same", lambda ranks, facts, *_, **__: seen.append(facts))
-    tensors = {"odd": torch.ones(13).to(dtype)[1:], "one": torch.ones(()).to(dtype), "even": torch.ones(4, 4)}
-    model: Any = SimpleNamespace(state_dict=lambda: tensors)
     engine: Any = SimpleNamespace(world_size=2, pipeline=None)
-    agreement.check_parameters(engine, model, "now")
-    for index in range(12):
-        changed = tensors["odd"].clone()
-        changed[index] = 0
-        model.state_dict = lambda odd=changed: tensors | {"odd": odd}
+    for index in range(13):  # the first is not one of them
+        odd = torch.ones(13).to(dtype)
+        odd[index] = 0
+        tensors = {"odd": odd[1:], "one": torch.ones(()).to(dtype)}
+        model: Any = SimpleNamespace(state_dict=lambda tensors=tensors: tensors)
         agreement.check_parameters(engine, model, "now")
-    first, *others = seen
-    assert first.keys() == {"odd now", "one now", "even now"}
-    assert all(each | {"odd now": ""} == first | {"odd now": ""} for each in others)
-    assert all(each["odd now"] != first["odd now"] for each in others)
-    agreement.check_parameters(SimpleNamespace(world_size=1), model, "now")  # type: ignore[arg-type]
-    assert len(seen) == 13
+    assert seen[0].keys() == {"odd now", "one now"}
+    assert all(each["odd now"] != seen[0]["odd now"] for each in seen[1:])
+    assert len({each["one now"] for each in seen}) == 1

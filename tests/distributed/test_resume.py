@@ -26,7 +26,7 @@ from support.launching import (
 )
 from support.stepping import relative_error
 
-STEPS, SAVE_STEPS, KILL_STEP = 10, 2, 5
+STEPS, SAVE_STEPS, KILL_STEP = 8, 2, 3
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def options(masked_store: Path) -> list[str]:
         "tiny-moe",
         masked_store,
         f"training.max_steps={STEPS} checkpoint.save_steps={SAVE_STEPS} "
-        "model.hidden_dropout=0.1 model.router_bias_update_rate=1e-3 evaluation.eval_steps=5 "
+        "model.hidden_dropout=0.1 model.router_bias_update_rate=1e-3 evaluation.eval_steps=4 "
         "logging.logging_steps=1",
     )
 

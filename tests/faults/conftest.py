@@ -53,7 +53,7 @@ def undisturbed_alone(options: list[str], tmp_path_factory: pytest.TempPathFacto
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashProbe]:
     """Forks trainings, with faults."""
     folder = tmp_path_factory.mktemp("probe")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import json
-import lzma
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +16,10 @@ import pyarrow
 import pytest
 import zstandard
 from support.corpora import edit_facts, forge_digests, make_texts, make_tokenizer, write_jsonl
-from support.fork_server import python_path
-from support.launching import launch, run_options, train
-from support.measured import run_measured
-from support.stopping import no_traceback_of_ours
+from support.launching import run_options, train
 from support.table_files import parquet
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data import inputs as inputs_module
 from llm_pretrain.data import readers
 from llm_pretrain.data import store as token_store
 from llm_pretrain.data.preparation import Preparation, prepare_store
@@ -76,26 +67,17 @@ def cut(suffix: str, compress: Callable[[bytes], bytes]) -> Case:
     return file(f"a.jsonl{suffix}", sound + sound[:12], sound, 10, "truncated or damaged file")
 
 
-def array(bad: bytes, cause: str = "invalid JSON") -> Case:
+def array(bad: bytes) -> Case:
     """A JSON array whose second element is bad."""
-    return file("a.json", bad, b'[{"text": "one"}]', 2, cause)
+    return file("a.json", bad, b'[{"text": "one"}]', 2, "invalid JSON")
 
 
-def rows(bad: list, good: list, cause: str, kind: pyarrow.DataType | None = None) -> Case:
-    """A table whose second row is bad."""
-    tables = (pyarrow.table({"text": pyarrow.array(texts, kind)}) for texts in (bad, good))
-    return file("a.parquet", *map(parquet, tables), 2, cause)
-
-
-def not_utf8(name: str, write: Callable[[pyarrow.Table], bytes], *, is_dictionary: bool) -> Case:
-    """As `rows`, where a column that should be text holds other bytes in one place."""
+def not_utf8() -> Case:
+    """A table with a column of text that holds other bytes in one place."""
     raw = pyarrow.array([b"one", b"\xff", b"three"], pyarrow.binary())
     column = pyarrow.Array.from_buffers(pyarrow.string(), 3, raw.buffers())
-    if is_dictionary:
-        places = pyarrow.array([0, 1, 2, 0], pyarrow.int32())
-        column = pyarrow.DictionaryArray.from_arrays(places, column, safe=False)
-    good = pyarrow.table({"text": ["one", "three", "one"][: 3 if is_dictionary else 2]})
-    return file(name, write(pyarrow.table({"text": column})), write(good), 2, "invalid UTF-8")
+    tables = (pyarrow.table({"text": texts}) for texts in (column, ["one", "three"]))
+    return file("a.parquet", *map(parquet, tables), 2, "invalid UTF-8")
 
 
 def beside(name: str, bad: Content, cause: str, *, place: str = "") -> Case:
@@ -117,109 +99,58 @@ TOKENS = "token id outside the vocabulary"
 CHAT = {"role": "assistant", "content": "ho"}
 CASES: dict[str, Case] = {
     "invalid UTF-8 in a line": line(b'{"text": "\xff\xfe"}', "invalid UTF-8"),
-    "an overlong form of UTF-8": line(b'{"text": "\xc0\xaf"}', "invalid UTF-8"),
     "a lone surrogate, escaped": line(b'{"text": "\\ud800"}', "invalid UTF-8"),
-    "a lone surrogate, encoded": line(b'{"text": "\xed\xa0\x80"}', "invalid UTF-8"),
     "a surrogate cut between fields": record({"prompt": "\ud83d", "completion": "\ude00"}, "invalid UTF-8"),
-    "a surrogate in a message": record({"messages": [CHAT | {"content": "\ud800"}]}, "invalid UTF-8"),
     "a line that is cut in the middle": line(b'{"text": "cut in ha', "invalid JSON"),
-    "a line that is cut behind a key": line(b'{"text"', "invalid JSON"),
-    "two records that a lost line end joined": line(b'{"text": "a"}{"text": "b"}', "invalid JSON"),
     "the last line cut": file("a.jsonl", SOUND + b'{"text": "cut in ha', SOUND, 10, "invalid JSON"),
     "a raw line break in a string": file(
         "a.jsonl", SOUND + b'{"text": "a\nb"}\n', SOUND, 10, "invalid JSON", 2
     ),
     "a NUL byte in a string": line(b'{"text": "a\x00b"}', "NUL byte"),
     "NUL bytes before a record": line(bytes(512) + b'{"text": "a"}', "NUL byte"),
-    "a file padded with NUL bytes": file("a.jsonl", SOUND + bytes(4096), SOUND, 10, "NUL byte"),
     "NUL bytes in a text file": beside("b.txt", b"one\ntwo\n\x00\x00", "NUL byte"),
-    "UTF-16 in a text file": beside("b.txt", "ab".encode("utf-16-le"), "NUL byte"),
     "invalid UTF-8 in a text file": beside("b.txt", b"one\ntw\xffo", "invalid UTF-8"),
     "a missing key": record({"title": "a"}, "no text"),
-    "a prompt without completion": record({"prompt": "a"}, "no text"),
-    "an empty object": record({}, "no text"),
     "a list": record(["a"], "wrong type"),
-    "a string": record("a", "wrong type"),
-    "null": record(None, "wrong type"),
-    "NaN alone": line(b"NaN", "wrong type"),
-    "NaN for a text": line(b'{"text": NaN}', "wrong type"),
     "NaN among token ids": line(b'{"input_ids": [1, NaN]}', "wrong type"),
-    "NaN among labels": line(b'{"input_ids": [1, 2], "labels": [-100, NaN]}', "wrong labels"),
     "a number for a text": record({"text": 5}, "wrong type"),
-    "null for a text": record({"text": None}, "wrong type"),
-    "a list for a text": record({"text": ["a"]}, "wrong type"),
-    "a completion of null": record({"prompt": "a", "completion": None}, "wrong type"),
     "segments of text": record({"segments": ["a"]}, "wrong type"),
-    "a loss of 2": record({"segments": [{"text": "a", "loss": 2}]}, "wrong type"),
     "messages in a string": record({"messages": "hi"}, "wrong type"),
     "a message without a role": record({"messages": [{"content": "a"}, CHAT]}, "wrong type"),
-    "a message without content": record({"messages": [{"role": "user"}, CHAT]}, "wrong type"),
-    "a message part that is no text": record(
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}, CHAT]}, "wrong type"
-    ),
     "an image": record({"messages": [{"role": "user", "content": [{"type": "image"}]}, CHAT]}, "wrong type"),
     "no assistant's turn": record({"messages": [{"role": "user", "content": "a"}]}, "no assistant turn"),
     "tools of very deep JSON": record({"messages": [CHAT], "tools": "[" * 100_000}, "wrong type"),
-    "token ids in a string": record({"input_ids": "1 2"}, "wrong type"),
-    "a fraction among token ids": record({"input_ids": [1, 2.0]}, "wrong type"),
     "a boolean among token ids": record({"input_ids": [1, True]}, "wrong type"),
-    "a boolean among labels": record({"input_ids": [1, 2], "labels": [True, 2]}, "wrong labels"),
     "a token id beyond the vocabulary": record({"input_ids": [1, 259]}, TOKENS),
     "a negative token id": record({"input_ids": [1, -1]}, TOKENS),
     "a token id beyond int64": record({"input_ids": [1, 1 << 64]}, TOKENS),
-    "a token id beyond int64, negative": record({"input_ids": [-1 << 200]}, TOKENS),
     "shifted labels": record({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "wrong labels"),
     "a mask of 2": record({"input_ids": [1, 2], "loss_mask": [0, 2]}, "wrong type"),
     "a short mask": record({"input_ids": [1, 2], "loss_mask": [1]}, "wrong length"),
-    "an attention mask of 2": record({"input_ids": [1, 2], "attention_mask": [1, 2]}, "wrong type"),
     "a hole in an attention mask": record(
         {"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "wrong type"
     ),
-    "a short attention mask": record({"input_ids": [1, 2], "attention_mask": [1]}, "wrong length"),
     "a mask without a target": record({"input_ids": [1, 2], "loss_mask": [0, 0]}, "no loss token"),
     "a target in the first place alone": record({"input_ids": [1, 2], "loss_mask": [1, 0]}, "no loss token"),
-    "a single token": record({"input_ids": [1]}, "no loss token"),
     "segments without a target": record({"segments": [{"text": "a", "loss": False}]}, "no loss token"),
     "very deep JSON": line(b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid JSON"),
-    "very deep JSON, cut": line(b"[" * 100_000, "invalid JSON"),
     "an integer of 5000 digits": line(b'{"text": "a", "id": ' + b"9" * 5000 + b"}", "invalid JSON"),
     "a gz that ends early": cut(".gz", gzip.compress),
     "a zst that ends early": cut(".zst", zstandard.compress),
-    "a bz2 that ends early": cut(".bz2", bz2.compress),
-    "an xz that ends early": cut(".xz", lzma.compress),
     "no gz at all": beside("b.jsonl.gz", b"no gz", CUT, place=":1"),
-    "an empty gz": beside("b.txt.zst", b"\x28\xb5\x2f\xfd", CUT, place=":1"),
-    "a parquet file that is cut": beside("b.parquet", parquet(pyarrow.table({"text": ["a"]}))[:-9], CUT),
     "an empty parquet file": beside("b.parquet", b"", CUT),
-    "a row of null": rows(["one", None, "three"], ["one", "three"], "wrong type"),
-    "a row of bytes that are no UTF-8": rows([b"one", b"\xff"], [b"one"], "invalid UTF-8", pyarrow.binary()),
-    "text that is no UTF-8 in a parquet file": not_utf8("a.parquet", parquet, is_dictionary=False),
-    "one text of a dictionary that is no UTF-8": not_utf8("a.parquet", parquet, is_dictionary=True),
+    "text that is no UTF-8 in a parquet file": not_utf8(),
     "a column of numbers": beside(
         "b.parquet", parquet(pyarrow.table({"text": [1]})), "wrong type", place=":1"
-    ),
-    "a column of times": beside(
-        "b.parquet", parquet(pyarrow.table({"text": [datetime(2020, 1, 1)]})), "wrong type", place=":1"
-    ),
-    "segments of bytes": beside(
-        "b.parquet", parquet(pyarrow.table({"segments": [[{"text": b"one"}]]})), "wrong type", place=":1"
     ),
     "a csv row with too few fields": file(
         "a.csv", b"id,text\n1,one\n2\n3,three\n", b"id,text\n1,one\n3,three\n", 3, "wrong number of columns"
     ),
-    "a csv row with a NUL byte": file(
-        "a.csv", b"text\none\nt\x00wo\nthree\n", b"text\none\nthree\n", 3, "NUL byte"
-    ),
-    "a csv row that is no UTF-8": file("a.csv", b"text\none\n\xff\n", b"text\none\n", 3, "invalid UTF-8"),
     "a csv file that ends in a quote": file(
         "a.csv", b'text\n"o\nne"\n"cut in ha', b'text\n"o\nne"\n', 4, "invalid CSV"
     ),
     "a JSON array that is cut": array(b'[{"text": "one"}, {"text": "tw'),
-    "a JSON array that is cut behind a comma": array(b'[{"text": "one"},'),
-    "a JSON array without a comma": array(b'[{"text": "one"} {"text": "two"}]'),
-    "a JSON array of a number": array(b'[{"text": "one"}, 5]', "wrong type"),
     "a second JSON array": array(b'[{"text": "one"}]\n[{"text": "two"}]'),
-    "a .json file of very deep JSON": beside("b.json", b'{"a":' * 100_000, "invalid JSON", place=":1"),
     "a .json of lines whose first is bad": file(
         "a.json", b'{"text": "cut\n' + SOUND, SOUND, 1, "invalid JSON"
     ),
@@ -228,48 +159,13 @@ CASES: dict[str, Case] = {
         "b.txt", lambda path: path.symlink_to("/proc/self/mem"), "unreadable file"
     ),
     "a pipe in a folder": beside("b.txt", os.mkfifo, "unreadable file"),
-    "a device in a folder": beside("b.txt", lambda path: path.symlink_to("/dev/zero"), "unreadable file"),
     "a file named twice": again(None, ["a.jsonl", "a.jsonl"], "a.jsonl", "a.jsonl"),
-    "a file by pattern and by name": again(None, ["*.jsonl", "./a.jsonl"], "a.jsonl", "./a.jsonl"),
     "a file in its folder and by name": again(None, ["in", "in/a.jsonl"], "in/a.jsonl", "in/a.jsonl"),
     "a file and a link to it": again(
         lambda file, link: link.symlink_to(file), ["a.jsonl", "b.jsonl"], "a.jsonl", "b.jsonl"
     ),
-    "a file of two names": again(os.link, ["a.jsonl", "b.jsonl"], "a.jsonl", "b.jsonl"),
 }
 """What is bad; each alone in a corpus."""
-
-LEGAL: dict[str, tuple[dict[str, bytes], dict[str, bytes]]] = {
-    "a byte order mark and CRLF": (
-        {"a.jsonl": b"\xef\xbb\xbf" + SOUND.replace(b"\n", b"\r\n")},
-        {"a.jsonl": SOUND},
-    ),
-    "a byte order mark amid joined files": (
-        {"a.jsonl": b"".join(GOOD[:3]) + b"\xef\xbb\xbf" + b"".join(GOOD[3:])},
-        {"a.jsonl": SOUND},
-    ),
-    "blank lines": ({"a.jsonl": b"\n\r\n \n".join(GOOD)}, {"a.jsonl": SOUND}),
-    "no line end at the end": ({"a.jsonl": SOUND[:-1]}, {"a.jsonl": SOUND}),
-    "NaN in a field that is not read": (
-        {"a.jsonl": b'{"text": "a", "score": NaN}\n'},
-        {"a.jsonl": b'{"text": "a"}\n'},
-    ),
-    "an escaped NUL": (
-        {"a.jsonl": b'{"text": "a\\u0000b"}\n'},
-        {"a.parquet": parquet(pyarrow.table({"text": ["a\0b"]}))},
-    ),
-    "a surrogate pair, escaped": (
-        {"a.jsonl": b'{"text": "\\ud83d\\ude00"}'},
-        {"a.jsonl": '{"text": "😀"}'.encode()},
-    ),
-    "a key twice, of which the last counts": (
-        {"a.jsonl": b'{"text": "a", "text": "b"}\n'},
-        {"a.jsonl": b'{"text": "b"}\n'},
-    ),
-    "a folder named as a file": ({"x.jsonl/a.jsonl": SOUND}, {"a.jsonl": SOUND}),
-    "equal contents under two names": ({"a.jsonl": GOOD[0], "b.jsonl": GOOD[0]}, {"a.jsonl": GOOD[0] * 2}),
-}
-"""What is not bad, and what it is the same as."""
 
 
 @pytest.fixture(scope="module")
@@ -358,15 +254,6 @@ def test_what_is_bad_stops_with_its_place_or_is_counted_and_left_out(
     assert sum(facts(found)["input_documents"]) == sum(facts(expected)["input_documents"])
 
 
-@pytest.mark.parametrize("name", LEGAL)
-def test_what_is_legal_is_read_as_what_it_is(here: Path, tokenizer: str, name: str):
-    for folder, files in zip(("left", "right"), LEGAL[name], strict=True):
-        write(here / folder, files)
-        assert prepare(here / folder, top(files), tokenizer) == 0
-        assert facts(here / folder / "store")["skipped"] == {}
-    assert store_files(here / "left" / "store") == store_files(here / "right" / "store")
-
-
 def test_empty_documents_are_counted_and_never_an_error(here: Path, tokenizer: str, capsys):
     write(here, {"in/a.jsonl": b"".join([*GOOD, b'{"text": ""}\n{"messages": []}\n']), "in/b.txt": b""})
     write(here, {"in/c.jsonl": b"", "in/d.jsonl": b"\n\n", "good.jsonl": b"".join(GOOD)})
@@ -395,32 +282,23 @@ def test_all_causes_together_are_counted_one_by_one(here: Path, tokenizer: str, 
     assert store_files(here / "store") == store_files(here / "expected")
     assert main(["inspect", "store", "--verify"]) == 0
     assert "left out" in capsys.readouterr().out
-    assert prepare(here, ["bad"], tokenizer, "--workers", "2", "--overwrite") == 65
-    assert capsys.readouterr().err.count("\n") == 1
-    assert facts(here / "store")["skipped"] == expected
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": python_path(Path(inputs_module.__file__).parents[3])}
-
-
-@pytest.mark.parametrize("grows", [True, False])
 def test_a_file_that_changes_while_it_is_read_is_found(
-    here: Path, tokenizer: str, capsys, monkeypatch: pytest.MonkeyPatch, grows: bool
+    here: Path, tokenizer: str, capsys, monkeypatch: pytest.MonkeyPatch
 ):
     """What was read of it may be half of one state and half of another."""
-    lines, changed = b"".join(GOOD), b"".join(GOOD) + GOOD[0] if grows else b"".join(GOOD[:5])
     original = readers.json_lines
 
     def write_meanwhile(index, name, lines_):
         for number, each in enumerate(original(index, name, lines_)):
             if number == 5:
-                Path(name).write_bytes(changed)
+                Path(name).write_bytes(SOUND + GOOD[0])
             yield each
 
     monkeypatch.setattr(readers, "json_lines", write_meanwhile)
     for options, code in (([], 65), (["--on_error", "skip"], 0)):
-        Path("a.jsonl").write_bytes(lines)
+        Path("a.jsonl").write_bytes(SOUND)
         assert prepare(here, ["a.jsonl"], tokenizer, *options) == code
         captured = capsys.readouterr()
         assert ("file changed while it was read" in captured.err) == (code == 65)
@@ -448,7 +326,7 @@ def test_a_line_too_long_is_counted_without_being_held(
     assert max(sizes) == 3001
 
 
-@pytest.mark.parametrize("name", ["pipe", "/dev/zero", "/dev/null"])
+@pytest.mark.parametrize("name", ["pipe", "/dev/zero"])
 def test_a_pipe_or_device_by_its_name_is_refused(here: Path, tokenizer: str, capsys, name: str):
     os.mkfifo("pipe")
     for options in ([], ["--on_error", "skip"]):
@@ -464,24 +342,6 @@ def test_a_corpus_of_bad_records_alone_makes_no_store(here: Path, tokenizer: str
     error = capsys.readouterr().err
     assert "expected documents, found none (left out: 1 invalid JSON, 3 no loss token)" in error
     assert not Path("store").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["big.jsonl", "big.txt"])
-def test_a_document_of_fifty_megabytes_takes_bounded_memory(here: Path, tokenizer: str, name: str):
-    """In bytes as tokens, the most that there can be."""
-    text = (" ".join(make_texts(100_000, longest=40)) * 6)[:40_000_000]
-    assert len(text.encode()) > 40_000_000
-    Path(name).write_text(json.dumps({"text": text}, ensure_ascii=False) if name == "big.jsonl" else text)
-    command = [
-        *(sys.executable, "-m", "llm_pretrain", "prepare", "--input", name, "--tokenizer", tokenizer),
-        *("--output", "store", "--validation_fraction", "0"),
-    ]
-    measured = run_measured(command, env=environment(), stdout=subprocess.DEVNULL)
-    assert measured.exit_code == 0
-    assert measured.memory_bytes < 8_000_000_000
-    split = facts(here / "store")["splits"]["train"]
-    assert (split["documents"], split["text_bytes"]) == (1, len(text.encode()))
 
 
 # --- stores at training time -------------------------------------------------------------------------
@@ -574,8 +434,6 @@ SHARD, OFFSETS, MASK = "train/tokens-00000.bin", "train/offsets.bin", "train/los
 FACTS, TOKENIZER = "store.json", "tokenizer/tokenizer.json"
 DAMAGE: dict[str, tuple[Damage, str]] = {
     "a shard of odd length": (rewrite(SHARD, longer), f"{SHARD}: expected 600 bytes, found 601"),
-    "a shard cut": (rewrite(SHARD, shorter), f"{SHARD}: expected 600 bytes, found 599"),
-    "a shard of odd length, forged": (forged(SHARD, longer), f"{SHARD}: expected 300 .* uint16, found 601"),
     "a shard of zeros": (rewrite(SHARD, zeros), f"{SHARD}: expected unaltered"),
     "a shard missing": (unlink(SHARD), f"{SHARD}: expected a file of the token"),
     "shards exchanged": (swap, f"{SHARD}: expected unaltered contents"),
@@ -583,31 +441,23 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
         rewrite(FACTS, lambda data: data.replace(b'"<u2"', b'"<u4"')),
         f"{FACTS}: expected unaltered contents",
     ),
-    "store.json without its digest": (edit(sha256=None), rf"{FACTS}: expected unaltered .* \(SHA-256 None"),
-    "store.json of very deep JSON": (rewrite(FACTS, lambda _: b"[" * 100_000), f"{FACTS}: expected JSON"),
-    "store.json cut": (rewrite(FACTS, lambda data: data[:99]), f"{FACTS}: expected JSON"),
-    "another format": (edit(format="another"), "expected format"),
     "a newer format": (edit(format_version=99), "expected format_version 1, found 99"),
     "another tokenizer": (swap_tokenizer, f"{TOKENIZER}: expected"),
     "a tokenizer of the same size": (swap_letters, "expected the tokenizer that wrote the store"),
-    "no tokenizer": (unlink(TOKENIZER), f"{TOKENIZER}: expected a file"),
     "offsets that fall": (number(OFFSETS, "<i8", 5, 0), f"{OFFSETS}: expected rising offsets"),
     "offsets that rise too far": (number(OFFSETS, "<i8", 5, 1 << 62), f"{OFFSETS}: expected rising"),
-    "offsets from 1 on": (number(OFFSETS, "<i8", 0, 1), f"{OFFSETS}: expected offsets from 0"),
     "a document over two shards": (number(OFFSETS, "<i8", 10, 301), f"{OFFSETS}: expected every shard to"),
-    "an offset missing": (forged(OFFSETS, lambda data: data[:-8]), f"{OFFSETS}: expected .* numbers"),
     "ids beyond the vocabulary": (
         number(SHARD, "<u2", 77, 60000),
         f"{SHARD}: expected token ids below vocab_size 259, found 60000 at 77",
     ),
     "a mask too short": (forged(MASK, shorter), f"{MASK}: expected .* numbers of uint8"),
-    "a mask too long": (forged(MASK, longer), f"{MASK}: expected .* numbers"),
     "a mask of other bits": (rewrite(MASK, zeros), f"{MASK}: expected unaltered"),
     "no token to train on": (mask_all, "expected tokens to train on, found all [0-9]+ masked"),
     "no store": (unlink(FACTS), "expected a folder with store.json"),
 }
 """What is done to a store, and what is said of it."""
-SAMPLED = ("shards exchanged", "a shard of zeros", "a mask of other bits")
+SAMPLED = ("shards exchanged", "a mask of other bits")
 """What a store too large to be read when it is opened is searched for by samples."""
 
 
@@ -657,13 +507,3 @@ def test_ids_beyond_the_vocabulary_of_a_large_store_are_never_trained_on(
     assert "expected token ids below vocab_size 259, found 60000 in sequence" in capsys.readouterr().err
     rows = (here / "run" / "metrics.jsonl").read_text().splitlines()
     assert {json.loads(row)["step"] for row in rows} <= {0}
-
-
-@pytest.mark.slow
-def test_two_processes_refuse_a_damaged_store_together(here: Path, sharded: Path):
-    store = Path(shutil.copytree(sharded, here / "store"))
-    swap(store)
-    run = launch("torchrun", 2, here / "run", short_options(store, here / "run"), exit_code=1)
-    assert run.output.count("expected unaltered contents") == 1
-    assert run.output.count("error: ") == 1
-    no_traceback_of_ours(run.output)

@@ -11,27 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.broken_scripts import write_scripts
-from support.fork_server import free_port, python_path
-from support.hanging import HANG_SECONDS, SLACK_SECONDS, WATCHED, disturb, disturb_save, unfinished
+from support.fork_server import free_port
+from support.hanging import HANG_SECONDS, WATCHED, disturb, disturb_save, unfinished
 from support.interrupting import assert_exact, check_continued, wait_for_step
-from support.launching import (
-    ACCELERATE_SCRIPT,
-    TORCHRUN_SCRIPT,
-    Finished,
-    environment,
-    finish,
-    kill_outright,
-    launch,
-    start,
-)
+from support.launching import Finished, environment, finish, kill_outright, launch, start
 from support.stopping import begin
 
-from llm_pretrain.launch.watchdog import GRACE_SECONDS
-
-LAUNCHERS = ("torchrun", "accelerate")
 STOP_STEP = 9
-PLACES = ("step", "save", "background save")
 
 
 def options_at(place: str, options: list[str]) -> list[str]:
@@ -79,10 +65,17 @@ def check_stacks(run: Finished, rank: int, where: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("action", ["stop", "kill"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("launcher", "rank", "place", "action"),
+    [
+        ("torchrun", 0, "step", "stop"),
+        ("torchrun", 1, "save", "kill"),
+        ("torchrun", 0, "background save", "kill"),
+        ("accelerate", 1, "step", "kill"),
+        ("accelerate", 0, "save", "stop"),
+        ("accelerate", 1, "background save", "stop"),
+    ],
+)
 def test_a_rank_that_is_stopped_or_killed_ends_the_run(
     launcher: str,
     rank: int,
@@ -114,46 +107,17 @@ def test_a_rank_that_is_stopped_or_killed_ends_the_run(
     assert run.status["state"] == "finished"
 
 
-def finish_alone(script: Path, folder: Path, options: list[str], **place: str) -> Finished:
-    """One process of a script, or of a copy of it with the package beside it; a rank where it has a place."""
-    variables = {"PYTHONPATH": python_path(script.parent)} | place
-    return begin((sys.executable, str(script)), folder, options, **variables).finish()
-
-
-EVALUATING = ("--evaluation.eval_steps", "6")
-BLOCKED = ("support.process_faults:slow_evaluation", [3600.0])
 SLOW_SAMPLES = ("support.process_faults:slow_evaluation", [1.0])
-LOCKED = ("support.process_faults:locked_evaluation", [])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", [BLOCKED, LOCKED], ids=["blocked", "locked"])
-def test_an_evaluation_that_hangs_ends_a_run_on_one_process(
-    mistake: tuple[str, list], options: list[str], tmp_path: Path
-):
-    """Where Python's lock is held no thread of Python's can run: faulthandler's own leaves the stacks."""
-    script = write_scripts(tmp_path / "scripts", mistake) / "train_pretrain.py"
-    folder, began = tmp_path / "run", time.monotonic()
-    run = finish_alone(script, folder, [*options, *WATCHED, *EVALUATING])
-    assert time.monotonic() - began < HANG_SECONDS + GRACE_SECONDS + 2 * SLACK_SECONDS
-    if mistake == LOCKED:
-        assert run.exit_code == 1
-        assert re.search(r'File ".*evaluation.py", line \d+ in __call__', run.output), run.output[-3000:]
-    else:
-        assert run.exit_code == 71
-        check_failed(run, r"rank 0: no progress for 1\d s in the evaluation after step 0 ")
-        check_stacks(run, 0, "__call__")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["train_pretrain.py", "train_pretrain_accelerate.py"])
 def test_a_data_worker_that_is_stopped_ends_a_run_on_one_process(
-    script: str, options: list[str], undisturbed_alone: Finished, tmp_path: Path
+    options: list[str], undisturbed_alone: Finished, tmp_path: Path
 ):
     folder = tmp_path / "run"
     # starting a worker is silence too, and takes longest where it is slow anyway
     options = [*options, "--distributed.timeout_seconds", "40", "--data.num_workers", "1"]
-    process = start("torchrun" if script == "train_pretrain.py" else "accelerate", 1, folder, options)
+    process = start("torchrun", 1, folder, options)
     try:
         wait_for_step(process, folder, STOP_STEP)
         members = psutil.Process(process.pid).children(recursive=True)
@@ -165,7 +129,7 @@ def test_a_data_worker_that_is_stopped_ends_a_run_on_one_process(
     finally:
         if process.poll() is None:
             kill_outright(process)
-    assert run.exit_code == (71 if script == "train_pretrain.py" else 1)
+    assert run.exit_code == 71
     check_failed(run, r"rank 0: no progress for 4\d s in waiting for the data of step \d+ ")
     check_stacks(run, 0, "windows")
     _, alive = psutil.wait_procs(members, timeout=30)
@@ -175,8 +139,7 @@ def test_a_data_worker_that_is_stopped_ends_a_run_on_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [TORCHRUN_SCRIPT, ACCELERATE_SCRIPT], ids=LAUNCHERS)
-def test_a_rank_that_hangs_while_ranks_meet_ends_the_others(script: Path, options: list[str], tmp_path: Path):
+def test_a_rank_that_hangs_while_ranks_meet_ends_the_others(options: list[str], tmp_path: Path):
     """It comes to the meeting point and says no more; nothing is written, for no folder is anyone's yet."""
     folder, port = tmp_path / "run", free_port()
     join = f"from torch.distributed import TCPStore; store = TCPStore('127.0.0.1', {port}, 2, False)"
@@ -186,7 +149,7 @@ def test_a_rank_that_hangs_while_ranks_meet_ends_the_others(script: Path, option
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     place["MASTER_PORT"] = str(port)
     try:
-        run = finish_alone(script, folder, [*options, *WATCHED], **place)
+        run = begin("python", folder, [*options, *WATCHED], **place).finish()
     finally:
         other.kill()
         other.wait()
@@ -199,15 +162,12 @@ def test_a_rank_that_hangs_while_ranks_meet_ends_the_others(script: Path, option
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_samples_that_take_longer_than_the_time_out_are_no_hang(
-    launcher: str, options: list[str], tmp_path: Path
-):
+def test_samples_that_take_longer_than_the_time_out_are_no_hang(options: list[str], tmp_path: Path):
     """Every token is a sign of life, on all ranks: none waits in silence for the first one's."""
     sampled = ["--evaluation.sample_prompts", "[a]", "--evaluation.sample_tokens", str(HANG_SECONDS + 5)]
     options = [*options, *WATCHED, "--evaluation.eval_steps", "6", *sampled, "--training.max_steps", "1"]
     options = [*options, "--schedule.warmup_steps", "0"]
-    run = launch(launcher, 2, tmp_path / "run", options, before=[SLOW_SAMPLES])
+    run = launch("torchrun", 2, tmp_path / "run", options, before=[SLOW_SAMPLES])
     rows = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
 

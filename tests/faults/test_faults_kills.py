@@ -1,6 +1,6 @@
 """A run killed in a step, at its start-up or in a save ends as one that nobody killed, and dies whole.
 
-The oracle is `chaos`'s own; that it can fail is tested here with resumes that are broken on purpose.
+The oracle is `chaos`'s own; that it can fail is tested here with a resume that is broken on purpose.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from llm_pretrain.__main__ import main
 from llm_pretrain.audit.chaos import WORKER_SECONDS
 from llm_pretrain.launch.jobs import processes_of
 
-SAVES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 SLOW_MACHINE = 3
 """Room in limits that the product promises: these machines have other work."""
 
@@ -39,8 +38,10 @@ def chaos(
 
 
 @pytest.mark.slow
-@SAVES
-@pytest.mark.parametrize(("kill", "world_size"), [("all", 2), ("rank", 2), ("launcher", 2), ("launcher", 1)])
+@pytest.mark.parametrize(
+    ("kill", "world_size", "asynchronous"),
+    [("all", 2, True), ("rank", 2, False), ("launcher", 2, True), ("launcher", 1, False)],
+)
 def test_each_launcher_is_killed_at_each_place(
     kill: str,
     world_size: int,
@@ -62,42 +63,20 @@ def test_each_launcher_is_killed_at_each_place(
     assert (tmp_path / "chaos" / "killed" / "weights" / "best").is_dir()
 
 
-MISTAKES = {
-    "from zero": ("find_no_checkpoint", "step", "began at step 1, expected 9"),
-    "without the optimizer": ("restore_no_optimizer", "train/", ""),
-    "without the position in the data": ("restore_no_position", "data/batch_sha256", ""),
-    "from an older checkpoint": (
-        "find_an_older_checkpoint",
-        "step",
-        "began at step {older}, expected {next}",
-    ),
-}
-"""name: the function of `support.process_faults`, the key by which it is seen, and what is said."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_broken_resume_fails_and_is_named(name: str, options: list[str], tmp_path: Path):
-    """Even a start from zero, which repeats the rows."""
-    mistake, key, text = MISTAKES[name]
-    scripts = write_scripts(tmp_path / "scripts", (f"support.process_faults:{mistake}", []))
+def test_a_resume_without_the_optimizer_is_named(options: list[str], tmp_path: Path):
+    scripts = write_scripts(tmp_path / "scripts", ("support.process_faults:restore_no_optimizer", []))
     with chdir(scripts):
         code, result = chaos(tmp_path / "chaos", options, "--world-size", "1", "--paths", "torchrun")
     assert (code, result["verdict"]) == (1, "violated")
     *sound, last = result["attempts"]
     assert sound
     assert not any(each["violation"] for each in sound)
-    violation, before = last["violation"], sound[-1]["checkpoint"]
-    assert violation["key"].startswith(key), last
-    assert violation["text"].startswith(text.format(older=before - 3, next=before + 1))
-    if name == "without the optimizer":  # the loss of the first step is still the right one
-        assert before < violation["step"] <= before + 3
-    elif name == "without the position in the data":
-        assert violation["step"] == before + 1
+    assert last["violation"]["key"].startswith("train/"), last
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["torchrun", "accelerate", "accelerate 1"])
+@pytest.mark.parametrize("command", ["torchrun", "accelerate 1"])
 def test_workers_that_are_still_starting_end_with_their_launcher(
     command: str, options: list[str], tmp_path: Path
 ):
@@ -115,16 +94,15 @@ def test_workers_that_are_still_starting_end_with_their_launcher(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_chaos_itself_leaves_nothing_when_it_is_ended(number: int, options: list[str], tmp_path: Path):
+def test_chaos_itself_leaves_nothing_when_it_is_ended(options: list[str], tmp_path: Path):
     folder = tmp_path / "chaos" / "reference"
     words = [sys.executable, "-m", "llm_pretrain", "chaos", *options, "--output", str(tmp_path / "chaos")]
     command = begin(words, folder, [])
     wait_until(command, (folder / "metrics.jsonl").exists, "the first row")
     assert processes_of(folder)
-    os.kill(command.process.pid, number)
+    os.kill(command.process.pid, signal.SIGTERM)
     output, _ = command.process.communicate(timeout=TIMEOUT_SECONDS)
-    assert command.process.returncode == 128 + number, output
+    assert command.process.returncode == 128 + signal.SIGTERM, output
     assert "Traceback" not in output
     assert processes_of(folder) == []
     assert json.loads((tmp_path / "chaos" / "chaos.json").read_text())["verdict"] == "interrupted"

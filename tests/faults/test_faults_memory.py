@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from support.interrupting import assert_exact, newest_checkpoint
 from support.launching import ROOT, Finished
-from support.stopping import COMMANDS, Launch, begin, no_traceback_of_ours, nothing_left, row_of, wait_until
+from support.launching import launch as launch_ranks
+from support.stopping import COMMANDS, Launch, begin, no_traceback_of_ours, nothing_left, wait_until
 
 pytestmark = pytest.mark.skipif(not hasattr(psutil, "RLIMIT_AS"), reason="limits of other processes: Linux")
 
@@ -55,8 +53,6 @@ def check_line(launch: Launch, finished: Finished, *, rank: int = 0) -> str:
     return line
 
 
-WIDE = ("--model.hidden_size", "512", "--model.moe_intermediate_size", "2200", "--model.num_experts", "8")
-"""It would fit were it alone in the process, so it is not refused."""
 BEFORE = r"out of memory before the model was built: 14\d,[\d,]+ parameters take 2\.1 TiB"
 STEP = r"allocate.*training.micro_batch_size 1024 instead of 1536 \(the result stays\), training.activation"
 
@@ -66,15 +62,14 @@ STEP = r"allocate.*training.micro_batch_size 1024 instead of 1536 \(the result s
     ("command", "limit", "more", "pattern"),
     [
         ("python", LIMIT, HUNGRY, STEP),
-        *((command, 4_000_000_000, HUGE, BEFORE) for command in ("python", "torchrun", "accelerate")),
-        *((command, 950_000_000, WIDE, "allocate") for command in ("python", "python accelerate")),
+        *((command, 4_000_000_000, HUGE, BEFORE) for command in ("torchrun", "accelerate")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_does_not_fit_is_one_line(
     options: list[str], tmp_path: Path, command: str, limit: int, more: Sequence[str], pattern: str
 ):
-    """A step; a model beyond the machine, which is refused in seconds; a model while it is built."""
+    """A step, and a model beyond the machine, which is refused in seconds."""
     launch = begin(limited(command, limit), tmp_path / "run", [*options, *more])
     finished = launch.finish()
     assert re.search(pattern, check_line(launch, finished))
@@ -83,87 +78,28 @@ def test_what_does_not_fit_is_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["torchrun", "accelerate"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("command", "rank"), [("torchrun", 1), ("accelerate", 0)])
 def test_one_rank_of_two_takes_the_other_with_it(options: list[str], tmp_path: Path, command: str, rank: int):
     hungry = ("--training.micro_batch_size", "6144", "--training.global_batch_size", "12288")
     launch = begin(command, tmp_path / "run", [*options, *hungry])
     wait_until(launch, lambda: len(launch.workers()) == 2, "both ranks")
     limit = 2 * LIMIT  # a library short of memory while it is loaded may just die
     launch.workers()[rank].rlimit(psutil.RLIMIT_AS, (limit, limit))
-    start = time.monotonic()
     finished = launch.finish()
     assert finished.exit_code != 0
-    assert time.monotonic() - start < 240
     check_line(launch, finished, rank=rank)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saves", [(), ("--checkpoint.async_save", "true")], ids=["sync", "async"])
-def test_memory_that_runs_out_in_a_run_leaves_its_checkpoints(
-    options: list[str], undisturbed_alone: Finished, tmp_path: Path, saves: Sequence[str]
-):
-    """From one step to the next hardly more is to be had; the same command goes on when there is.
-
-    There is room for a thread to begin: Python waits for one that has none, until the watchdog ends it.
-    """
-    options = [*options, *saves]
-    launch = begin("python", tmp_path / "run", options)
-    row_of(6)(launch)
-    process = psutil.Process(launch.process.pid)
-    limit = process.memory_info().vms + (96 << 20)
-    process.rlimit(psutil.RLIMIT_AS, (limit, limit))
-    finished = launch.finish()
-    if finished.exit_code == -signal.SIGSEGV:  # a library, or a stack that cannot grow: no line then
-        assert finished.status["state"] == "running"
-    elif finished.exit_code:  # small runs reuse what they have
-        check_line(launch, finished)
-    assert newest_checkpoint(launch.folder) >= 4
-    nothing_left(launch)
-    again = begin("python", launch.folder, options)
-    assert_exact(again.finish(), undisturbed_alone)
-
-
-HUNGRY_SAVE = """
-import os, sys
-sys.path.insert(0, {root!r})
-import torch
-from llm_pretrain.checkpoints import tensor_files
-real = tensor_files._chunks
-def hungry(*arguments):
-    if os.environ.get("RANK", "0") == "{rank}":
-        torch.empty(1 << 58, dtype=torch.uint8)
-    return real(*arguments)
-tensor_files._chunks = hungry
-import {script}
-{script}.exit_process({script}.main())
-"""
-"""A script whose saves ask for what no machine has."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("command", ["python", "torchrun", "accelerate"])
-@pytest.mark.parametrize("saves", [(), ("--checkpoint.async_save", "true")], ids=["sync", "async"])
-def test_a_save_that_needs_too_much(
-    options: list[str], tmp_path: Path, command: str, saves: Sequence[str], rank: int
-):
+@pytest.mark.parametrize(("command", "rank", "saves"), [("torchrun", 1, "false"), ("accelerate", 0, "true")])
+def test_a_save_that_needs_too_much(options: list[str], tmp_path: Path, command: str, rank: int, saves: str):
     """Which is no trouble of a disk: the run ends, on every rank."""
-    if command == "python" and rank:
-        pytest.skip("there is one")
-    *launcher, path = COMMANDS[command]
-    script = tmp_path / "hungry.py"
-    script.write_text(HUNGRY_SAVE.format(root=str(ROOT), rank=rank, script=Path(path).stem))
-    launch = begin([*launcher, str(script)], tmp_path / "run", [*options, *saves])
-    finished = launch.finish()
-    assert finished.exit_code != 0
-    assert (launch.folder / "status.json").exists(), finished.output[-4000:]
-    status = finished.status
-    assert (status["state"], status["exit_code"]) == ("failed", 71), (status, finished.output[-4000:])
+    before = [("support.process_faults:ask_for_too_much_in_saves", [rank])]
+    options = [*options, "--checkpoint.async_save", saves]
+    status = launch_ranks(command, 2, tmp_path / "run", options, exit_code=1, before=before).status
+    assert (status["state"], status["exit_code"]) == ("failed", 71)
     assert status["reason"].startswith("out of memory: ")
-    no_traceback_of_ours(finished.output)
-    nothing_left(launch)
-    assert not list((launch.folder / "checkpoints").glob("step-*"))
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
 LIMITED_SAVES = """
@@ -194,7 +130,7 @@ import {script}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["python", "torchrun", "accelerate"])
+@pytest.mark.parametrize("command", ["python", "accelerate"])
 def test_a_save_takes_no_memory_of_its_own(options: list[str], tmp_path: Path, command: str):
     """Room of 96 MiB, for the largest tensor in bf16 (59 MiB), is enough for a state of 470 MiB."""
     *launcher, path = COMMANDS[command]

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -49,9 +47,6 @@ def write_status(folder: Path, **fields: Any) -> None:
 def test_scripts_are_sound(script: Path):
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
-    checker = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
-    if checker:
-        subprocess.run([checker, str(script)], check=True)
 
 
 def test_every_exit_code_has_its_decision(tmp_path: Path):
@@ -69,7 +64,7 @@ STATUSES = [
     ({"state": "running", "exit_code": None}, True),  # killed before it could say anything
     ({"state": "failed", "exit_code": 74}, True),
     ({"state": "preempted", "exit_code": 75}, False),
-    *((content, True) for content in ("", "{", "[]", "null", '{"exit_code": null}', '{"exit_code": {}}')),
+    *((content, True) for content in ("", "[]", '{"exit_code": null}')),
 ]
 
 
@@ -85,27 +80,26 @@ def test_restarts_are_bounded_but_for_stops_by_a_signal(
     assert (requeue("decide", str(tmp_path), "none", "10").returncode == 0) != bounded
 
 
-def test_failures_count_from_the_last_stop_by_a_signal(tmp_path: Path):
+STOPPED, FAILED = {"state": "preempted", "exit_code": 75}, {"exit_code": 71}
+COUNTED = {
+    "failures after a stop": [
+        (STOPPED | {"step": 12}, 12, 0),
+        *((FAILED, restarts, decided) for restarts, decided in ((13, 0), (22, 0), (23, 1))),
+        (FAILED, 0, 0),  # another job
+    ],
+    "stops that get nowhere, as of a time limit shorter than the start-up": [
+        (STOPPED | {"step": 0}, restarts, decided) for restarts, decided in ((0, 0), (10, 0), (11, 1))
+    ],
+}
+"""What a run leaves, how often its job was started again, and what is decided."""
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_failures_count_from_the_last_stop_by_a_signal(name: str, tmp_path: Path):
     """A job that is stopped at its time limit every few hours was started again often before it fails."""
-    decided = []
-    steps = (*range(1, 13), 12)
-    for restarts, step in enumerate(steps):
-        write_status(tmp_path, state="preempted", exit_code=75, step=step)
-        assert requeue("decide", str(tmp_path), "none", str(restarts)).returncode == 0
-    for restarts in range(len(steps), len(steps) + 10):
-        write_status(tmp_path, exit_code=71)
-        decided.append(requeue("decide", str(tmp_path), "none", str(restarts)).returncode)
-    assert decided == [0] * 9 + [1]
-    assert requeue("decide", str(tmp_path), "none", "0").returncode == 0  # another job
-
-
-def test_stops_by_a_signal_that_get_nowhere_are_bounded(tmp_path: Path):
-    """A time limit that is shorter than the start-up."""
-    decided = []
-    for restarts in range(12):
-        write_status(tmp_path, state="preempted", exit_code=75, step=0)
-        decided.append(requeue("decide", str(tmp_path), "none", str(restarts)).returncode)
-    assert decided == [0] * 11 + [1]
+    for status, restarts, decided in COUNTED[name]:
+        write_status(tmp_path, **status)
+        assert requeue("decide", str(tmp_path), "none", str(restarts)).returncode == decided, restarts
 
 
 def test_an_attempt_that_never_reached_its_folder_is_not_started_again(tmp_path: Path):
@@ -153,28 +147,25 @@ def test_the_job_judges_every_exit_code():
     assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
 
 
-@pytest.mark.parametrize("fewest", ["", "1"])
-def test_pods_start_together_or_with_fewer(fewest: str, tmp_path: Path):
+def test_pods_start_together_or_with_fewer(tmp_path: Path):
     """By what torchrun is told; it takes in machines only with a store of rank 0's own."""
     (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$@"\n')
     (tmp_path / "torchrun").chmod(0o755)
-    _, job = documents()
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    variables = {each["name"]: each["value"] for each in container["env"]}
-    assert 1 <= int(variables["MIN_PODS"]) < int(variables["PODS"])
-    job_variables = variables | {"RUN": str(tmp_path), "JOB_COMPLETION_INDEX": "1", "MIN_PODS": fewest}
-    env = environment() | job_variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "examples/kubernetes/worker.sh", "--config", "x.yaml"],
-        cwd=ROOT, env=env, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    script = f"--nproc_per_node 8 train_pretrain.py --run.output_dir {tmp_path} --config x.yaml\n"
-    if fewest:
-        meeting = f"--rdzv-backend c10d --rdzv-endpoint pretrain-0.pretrain:29500 --rdzv-id {tmp_path}"
-        assert done.stdout == f"1 --nnodes 1:2 --max-restarts 10 {meeting} {script}"
-    else:
-        meeting = "--master_addr pretrain-0.pretrain --master_port 29500"
-        assert done.stdout == f" --nnodes 2 --node_rank 1 {meeting} {script}"
+    (container,) = documents()[1]["spec"]["template"]["spec"]["containers"]
+    job = {each["name"]: each["value"] for each in container["env"]} | {"RUN": str(tmp_path)}
+    job |= environment() | {"JOB_COMPLETION_INDEX": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    starts = [
+        subprocess.run(
+            ["bash", "examples/kubernetes/worker.sh"],
+            cwd=ROOT, env=job | {"MIN_PODS": fewest}, check=True, capture_output=True, text=True,
+        ).stdout
+        for fewest in ("", "1")
+    ]  # fmt: skip
+    assert starts[0].startswith(
+        " --nnodes 2 --node_rank 1 --master_addr pretrain-0.pretrain --master_port 29500 --nproc_per_node 8 "
+    )
+    meeting = f"--rdzv-backend c10d --rdzv-endpoint pretrain-0.pretrain:29500 --rdzv-id {tmp_path} "
+    assert starts[1].startswith(f"1 --nnodes 1:2 --max-restarts 10 {meeting}")
 
 
 def on_node_one(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -198,17 +189,14 @@ def on_node_one(folder: Path, **variables: str) -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_nodes_start_together_or_with_fewer(launcher: str, tmp_path: Path):
-    script = {"torchrun": "train_pretrain.py", "accelerate": "train_pretrain_accelerate.py"}[launcher]
-    words = f"{script} --config x.yaml\n"
-    fewer = on_node_one(tmp_path, MIN_NODES="1", LAUNCHER=launcher).stdout
+def test_nodes_start_together_or_with_fewer(tmp_path: Path):
+    words = "train_pretrain.py --config x.yaml\n"
+    fewer = on_node_one(tmp_path, MIN_NODES="1", LAUNCHER="torchrun").stdout
     meeting = "--max-restarts 10 --rdzv-backend c10d --rdzv-endpoint n0:29500 --rdzv-id 7"
     assert fewer == f"1 --nnodes 1:2 --nproc_per_node 8 {meeting} {words}"
-    if launcher == "torchrun":
-        meeting = "--master_addr n0 --master_port 29500 --signals-to-handle SIGTERM,SIGUSR1"
-        together = on_node_one(tmp_path, LAUNCHER=launcher).stdout
-        assert together == f" --nnodes 2 --node_rank 1 --nproc_per_node 8 {meeting} {words}"
+    together = on_node_one(tmp_path, LAUNCHER="torchrun").stdout
+    meeting = "--master_addr n0 --master_port 29500 --signals-to-handle SIGTERM,SIGUSR1"
+    assert together == f" --nnodes 2 --node_rank 1 --nproc_per_node 8 {meeting} {words}"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +204,6 @@ def test_nodes_start_together_or_with_fewer(launcher: str, tmp_path: Path):
     [
         ("1", "RUNNING", 71, ["scontrol requeue 7"]),
         ("1", "RUNNING", 2, ["scancel 7"]),
-        ("1", "COMPLETING", 71, []),
         ("0", "RUNNING", 71, []),
     ],
 )
@@ -227,16 +214,6 @@ def test_another_node_decides_for_a_first_one_that_is_lost(
     done = on_node_one(tmp_path, MIN_NODES="1", UNREACHABLE=unreachable, STATE=state)
     assert done.stdout.splitlines()[1:] == expected
     assert done.returncode == 1
-
-
-def test_slurm_gives_a_save_the_time_that_it_asks_for():
-    text = (EXAMPLES / "slurm" / "pretrain.sbatch").read_text()
-    match = re.search(r"--signal=USR1@(\d+)", text)
-    shutdown = re.search(r"SHUTDOWN_TIMEOUT:-(\d+)}", text)
-    assert match is not None
-    assert shutdown is not None
-    assert 30 < int(shutdown[1]) < int(match[1])
-    assert "#SBATCH --requeue" in text
 
 
 def cluster(folder: Path) -> dict[str, str]:
@@ -297,33 +274,4 @@ def test_a_slurm_job_is_requeued_until_its_run_is_done(
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], process.returncode) == ("finished", 0)
     assert len((run / "attempts.jsonl").read_text().splitlines()) == 3
-    assert_exact(Finished(0, "", run), undisturbed)
-
-
-@pytest.mark.slow
-def test_a_slurm_job_with_a_wrong_configuration_is_not_requeued(options: list[str], tmp_path: Path):
-    env = cluster(tmp_path / "cluster") | {"RUN": str(tmp_path / "run"), "SLURM_JOB_ID": "7"}
-    wrong = ["--training.max_step", "5"]
-    process = start_job(["bash", "examples/slurm/pretrain.sbatch", *options, *wrong], env)
-    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 1  # torchrun's
-    assert "requeue: not again: the attempt never reached" in output
-    assert not Path(env["NOTES"]).exists()
-
-
-@pytest.mark.slow
-def test_a_pod_ends_with_the_exit_code_of_its_run(options: list[str], undisturbed: Finished, tmp_path: Path):
-    """SIGTERM to the pod's first process: 75 after a save; the pod that replaces it ends with 0."""
-    run = tmp_path / "run"
-    env = cluster(tmp_path / "cluster") | {"RUN": str(run), "FIRST": "localhost"}
-    env["PORT"] = str(20000 + (os.getpid() * 3 + 7) % 20000)
-    worker = ["bash", "examples/kubernetes/worker.sh", *NO_REPORT, *options]
-    process = start_job(worker, env)
-    wait_for_rows(process, run / "metrics.jsonl", 6)
-    process.send_signal(signal.SIGTERM)  # to the one process, as a kubelet does
-    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == errors.EXIT_PREEMPTED, output[-4000:]
-    process = start_job(worker, env)
-    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 0, output[-4000:]
     assert_exact(Finished(0, "", run), undisturbed)

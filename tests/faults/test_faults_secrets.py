@@ -8,12 +8,11 @@ from __future__ import annotations
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.launching import ROOT, Finished
+from support.launching import Finished
 from support.stopping import begin, nothing_left, row_of, to_rank
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes as Linux shows them")
@@ -58,16 +57,6 @@ def leaks(folder: Path, output: str, variables: dict[str, str]) -> list[str]:
     return found
 
 
-def test_a_secret_would_be_found(tmp_path: Path):
-    variables = hidden_variables()
-    (tmp_path / "file").write_bytes(b"\0" + in_clear(variables)["HTTP_PROXY"])
-    assert leaks(tmp_path, f"key {variables['HF_TOKEN']}", variables) == [
-        "output: HF_TOKEN",
-        "file: HTTP_PROXY",
-        "file: HTTPS_PROXY",
-    ]
-
-
 def run(command: str | Sequence[str], folder: Path, options: Sequence[str], kind: str = "") -> Finished:
     """A run in an environment of secrets, below a folder that takes everything it writes."""
     variables = hidden_variables()
@@ -90,19 +79,6 @@ def run(command: str | Sequence[str], folder: Path, options: Sequence[str], kind
     return finished
 
 
-BUG = """
-import sys
-sys.path.insert(0, {root!r})
-from llm_pretrain.training import trainer
-def broken(self, batches):
-    token = __import__("os").environ["HF_TOKEN"]
-    raise ZeroDivisionError("a bug of ours")
-trainer.Trainer._train = broken
-import {script}
-{script}.exit_process({script}.main())
-"""
-
-
 @pytest.mark.slow
 def test_a_run_that_records_everything_keeps_secrets(options: list[str], tmp_path: Path):
     finished = run("python", tmp_path, [*options, *RECORDING])
@@ -113,35 +89,22 @@ def test_a_run_that_records_everything_keeps_secrets(options: list[str], tmp_pat
     assert any(name.startswith("events.out") for name in written)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["train_pretrain", "train_pretrain_accelerate"])
-def test_a_traceback_keeps_secrets(options: list[str], tmp_path: Path, script: str):
-    file = tmp_path / "broken.py"
-    file.write_text(BUG.format(root=str(ROOT), script=script))
-    finished = run([sys.executable, str(file)], tmp_path, [*options, *RECORDING])
-    assert "ZeroDivisionError: a bug of ours" in finished.output
-    assert finished.status["exit_code"] == 1
-
-
-ENDS = {
-    "online": ["--logging.wandb_mode", "online"],  # the environment's proxy, which nobody answers
-    "refused": ["--data.sources", "[{store: /nowhere}]"],
-    "out of memory": ["--model.hidden_size", "16384", "--model.num_hidden_layers", "90"],
-    "stopped": [],
-    "hanging": ["--distributed.timeout_seconds", "10"],
-    "killed rank": [],
-}
-"""How a run ends, and the options that it needs for that."""
+ENDS = [
+    ("online", "torchrun", ["--logging.wandb_mode", "online"]),  # its proxy is one that nobody answers
+    ("out of memory", "accelerate", ["--model.hidden_size", "16384", "--model.num_hidden_layers", "90"]),
+    ("stopped", "torchrun", []),
+    ("hanging", "accelerate", ["--distributed.timeout_seconds", "10"]),
+    ("killed rank", "torchrun", []),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["torchrun", "accelerate"])
-@pytest.mark.parametrize("kind", ENDS)
-def test_a_launched_run_keeps_secrets(options: list[str], tmp_path: Path, command: str, kind: str):
+@pytest.mark.parametrize(("kind", "command", "more"), ENDS, ids=[kind for kind, *_ in ENDS])
+def test_a_launched_run_keeps_secrets(
+    options: list[str], tmp_path: Path, kind: str, command: str, more: list[str]
+):
     """Of a hanging one the stacks of all threads are written down."""
-    start = time.monotonic()
-    finished = run(command, tmp_path, [*options, *RECORDING, *ENDS[kind]], kind)
+    finished = run(command, tmp_path, [*options, *RECORDING, *more], kind)
     assert (finished.exit_code == 0) == (kind == "online"), finished.output[-4000:]
-    assert time.monotonic() - start < 280
     if kind == "hanging":
         assert list(finished.folder.glob("stacks-rank*.txt"))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pty
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +11,12 @@ from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 from faults.conftest import STEPS
-from support.corpora import make_store
-from support.interrupting import assert_exact, newest_checkpoint, wait_for_step
-from support.launching import NO_REPORT, ROOT, Finished, assert_same_tensors, checkpoint_tensors, environment
+from support.interrupting import assert_exact, newest_checkpoint
+from support.launching import Finished
 from support.stopping import (
     COMMANDS,
     Launch,
     begin,
-    default_signals,
     during_imports,
     during_save,
     no_traceback_of_ours,
@@ -136,8 +130,7 @@ CHAINS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saves", [(), ASYNC], ids=["sync", "async"])
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(("name", "saves"), [("torchrun", ASYNC), ("accelerate", ()), ("alone", ASYNC)])
 def test_stopped_in_every_way_is_the_run_that_nobody_stopped(
     options: list[str],
     undisturbed: Finished,
@@ -151,14 +144,16 @@ def test_stopped_in_every_way_is_the_run_that_nobody_stopped(
     assert_exact(run, undisturbed_alone if name == "alone" else undisturbed)
 
 
-LOADING = [
-    pytest.param(command, number, marks=[] if command == "python" else pytest.mark.slow)
-    for command in ("python", "torchrun", "torchrun usr1", "accelerate", "accelerate 1")
-    for number in (SIGTERM, SIGINT, SIGUSR1)
-]
-
-
-@pytest.mark.parametrize(("command", "number"), LOADING)
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        ("python", SIGINT),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("torchrun", SIGINT), ("torchrun usr1", SIGUSR1), ("accelerate", SIGTERM))
+        ),
+    ],
+)
 def test_a_signal_while_libraries_are_loaded_leaves_no_trace(
     options: list[str], tmp_path: Path, command: str, number: signal.Signals
 ):
@@ -174,8 +169,7 @@ def test_a_signal_while_libraries_are_loaded_leaves_no_trace(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saves", [(), ASYNC], ids=["sync", "async"])
-@pytest.mark.parametrize("command", ["python", "torchrun", "accelerate"])
+@pytest.mark.parametrize(("command", "saves"), [("python", ASYNC), ("torchrun", ()), ("accelerate", ASYNC)])
 def test_a_signal_during_the_last_save_lets_the_run_finish(
     options: list[str],
     undisturbed: Finished,
@@ -199,12 +193,10 @@ def test_a_signal_during_the_last_save_lets_the_run_finish(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saves", [(), ASYNC], ids=["sync", "async"])
 def test_one_ctrl_c_too_many_costs_the_steps_since_the_last_checkpoint(
-    options: list[str], undisturbed_alone: Finished, tmp_path: Path, saves: tuple[str, ...]
+    options: list[str], undisturbed_alone: Finished, tmp_path: Path
 ):
     """The third ends the process at once; it is a `kill -9` then, and the run survives that."""
-    options = [*options, *saves]
     launch = begin("python", tmp_path / "run", options)
     during_save(8)(launch)
     for _ in range(3):
@@ -220,69 +212,6 @@ def test_one_ctrl_c_too_many_costs_the_steps_since_the_last_checkpoint(
     last = begin("python", launch.folder, options)
     assert_exact(last.finish(), undisturbed_alone)
     nothing_left(last)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["python", "torchrun", "accelerate"])
-def test_a_signal_during_an_evaluation_owes_it_to_the_next_attempt(
-    options: list[str], tmp_path: Path, command: str
-):
-    """The evaluations are long here, so that the signal falls into one."""
-    store = make_store(tmp_path / "store", documents=6000, masked=True, validation_fraction=0.9).path
-    options = [*options, "--data.sources", f"[{{store: {store}}}]", "--evaluation.eval_steps", "6"]
-    options += ["--evaluation.max_batches", "200", "--training.max_steps", "8"]
-    straight = begin(command, tmp_path / "straight", options).finish()
-    assert straight.exit_code == 0, straight.output[-4000:]
-    launch = begin(command, tmp_path / "run", options)
-    row_of(5)(launch)
-    time.sleep(0.6)
-    to_launcher(SIGTERM)(launch)
-    finished = launch.finish()
-    assert stopped_cleanly(launch, finished, 0, 0) == 6
-    assert "eval/loss" not in finished.rows[6], "the signal fell into no evaluation"
-    again = begin(command, launch.folder, options).finish()
-    assert again.exit_code == 0
-    merged: dict[int, dict] = {}
-    for row in map(json.loads, (launch.folder / "metrics.jsonl").read_text().splitlines()):
-        merged.setdefault(row["step"], {}).update(row)
-    for step, row in straight.exact_rows().items():
-        assert {key: merged[step][key] for key in row} == row
-    assert_same_tensors(checkpoint_tensors(again.folder, 8), checkpoint_tensors(straight.folder, 8))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["python", "torchrun"])
-def test_a_terminal_that_goes_away_stops_the_run(
-    options: list[str], undisturbed: Finished, undisturbed_alone: Finished, tmp_path: Path, command: str
-):
-    """Every line that is printed fails from then on, too."""
-    folder, (ours, theirs) = tmp_path / "run", pty.openpty()
-    folder_option = ("--run.output_dir", str(folder))
-    process = subprocess.Popen(
-        ["setsid", "--ctty", "--wait", *COMMANDS[command], *NO_REPORT, *folder_option, *options],
-        cwd=ROOT,
-        env=environment(),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        text=True,
-        start_new_session=True,
-        preexec_fn=default_signals,  # noqa: PLW1509 (no thread runs beside the tests)
-    )
-    os.close(theirs)
-    os.set_blocking(ours, False)
-    wait_for_step(process, folder, 5)
-    os.close(ours)
-    process.wait(120)
-    launch = Launch(process, folder, "none")
-    deadline = time.monotonic() + 60
-    while Finished(0, "", folder).status["state"] == "running" and time.monotonic() < deadline:
-        time.sleep(0.1)
-    stopped_cleanly(launch, Finished(1, "", folder), 0, 0)
-    if command == "python":
-        assert process.returncode == 75
-    last = begin(command, folder, options).finish()
-    assert_exact(last, undisturbed if command == "torchrun" else undisturbed_alone)
 
 
 @pytest.mark.slow

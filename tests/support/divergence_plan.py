@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from support.faults import OWN_LOSSES, Fault, Patch
 from support.rank_cases import Case
-from support.spoiling import KINDS, spoil_class
+from support.spoiling import spoil_class
 
 SPOILT_STEP = 2
-CHANGES = {"model": {"router_bias_update_rate": 0.125}, "training": {"global_batch_size": 8, "max_steps": 4}}
+CHANGES = {"model": {"router_bias_update_rate": 0.125}, "training": {"global_batch_size": 8, "max_steps": 3}}
 
 
 def spoiling(kind: str) -> Fault:
@@ -20,8 +20,9 @@ def spoiling(kind: str) -> Fault:
     return fault
 
 
-CASES: dict[str, Case] = {}
-for path in ("torchrun", "accelerate"):
-    for kind in KINDS:
-        CASES[f"{path} {kind}"] = Case(path, (spoiling(kind),), CHANGES)
-    CASES[f"{path} own loss"] = Case(path, (spoiling("loss"), OWN_LOSSES), CHANGES)
+KINDS_OF = {"torchrun": ("both", "loss"), "accelerate": ("gradient", "loss")}
+CASES = {
+    f"{path} {kind}": Case(path, (spoiling(kind),), CHANGES)
+    for path, kinds in KINDS_OF.items()
+    for kind in kinds
+} | {"own loss": Case("torchrun", (spoiling("loss"), OWN_LOSSES), CHANGES)}

@@ -21,12 +21,10 @@ KINDS: dict[str, Changes] = {
         "training": {"max_grad_norm": 0.0, "precision": "bf16"},
         "distributed": {"sync_each_batch": False},
     },
-    "checkpointed": {"training": {"activation_checkpointing": True, "precision": "bf16"}},
     "one expert, tied": {
         "model": {"num_experts": 1, "num_experts_per_tok": 1}
         | {"tie_word_embeddings": True, "hidden_dropout": 0.1}
     },
-    "global counts": {"model": {"router_aux_loss_scope": "global_batch", "router_bias_update_rate": 0.125}},
 }
 FP16: Changes = {"training": {"precision": "fp16", "max_steps": 4}}
 LONG_EXPERTS: Changes = {"training": {"max_steps": 20}}
@@ -46,8 +44,8 @@ def _stays_ddp(patch: Patch, engine: type) -> None:
 
 
 def sharded(changes: Changes, strategy: str = "fsdp") -> Changes:
-    """`changes` in three steps of three micro batches each, under the strategy."""
-    training = {"global_batch_size": 12, "max_steps": 3} | changes.get("training", {})
+    """`changes` in two steps of three micro batches each, under the strategy."""
+    training = {"global_batch_size": 12, "max_steps": 2} | changes.get("training", {})
     return changes | {
         "training": training,
         "distributed": {"strategy": strategy} | changes.get("distributed", {}),

@@ -5,7 +5,6 @@ Each on both paths, beside the same training under DDP; and one mistake each.
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +24,6 @@ MESHES: dict[str, dict[str, Any]] = {
     "ep": {"ep_size": 4},
     "ep fsdp": {"ep_size": 2},
     "ep hsdp": {"dp_replicate_size": 2, "ep_size": 2},
-}
-DIVIDED: dict[str, dict[str, Any]] = {
     "cp": {"cp_size": 4},
     "cp fsdp": {"cp_size": 2},
     "cp hsdp": {"dp_replicate_size": 2, "cp_size": 2},
@@ -37,17 +34,16 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "tp ep": {"tp_size": 2, "ep_size": 4},
     "tp cp ep": {"tp_size": 2, "cp_size": 2, "ep_size": 2},
 }
-"""Meshes whose ranks divide micro batches."""
 ONE_STEP: Changes = {
     "training": {"max_steps": 1, "max_grad_norm": 0.0},
     "data": {"packing": "best_fit"},  # several documents, or ends of them, in a sequence
 }
-FLOAT64 = {
+SCOPES = {
     f"float64 {scope}": ONE_STEP | {"model": {"router_aux_loss_scope": scope}}
     for scope in ("sequence", "micro_batch", "global_batch")
 }
 """In each the balance loss is another sum."""
-MATRICES = {
+FLOAT64 = SCOPES | {
     "float64 dense": ONE_STEP | {"model": {"num_experts": 0}},
     "float64 untied": ONE_STEP
     | {
@@ -57,18 +53,38 @@ MATRICES = {
         }
     },
 }
-"""In each other matrices are divided."""
-KINDS: dict[str, Changes] = FLOAT64 | {
+KINDS: dict[str, Changes] = {
+    "quick": {"training": {"max_steps": 2, "global_batch_size": 8}},
     "fp32": {},
     "bf16": {"training": {"precision": "bf16"}},
     "long": {"training": {"max_steps": 20}},
-    "counts of micro batches": {"model": {"router_aux_loss_scope": "micro_batch"}},
     "global counts": {"model": {"router_aux_loss_scope": "global_batch", "router_bias_update_rate": 0.125}},
+    "one expert": {"model": {"num_experts": 4, "num_experts_per_tok": 1, "router_aux_loss_coef": 0.0}},
     "two experts": {"model": {"num_experts": 2, "num_experts_per_tok": 1}},
     "muon": {"optimizer": {"name": "muon"}},
     "checkpointed": {"training": {"activation_checkpointing": True}, "model": {"hidden_dropout": 0.1}},
+    "recomputed": {"training": {"activation_checkpointing": True}},
     "waiting": {"distributed": {"sync_each_batch": False}},
 }
+MESHES_OF: dict[str, tuple[str, ...]] = {
+    "float64 sequence": tuple(MESHES),
+    "float64 micro_batch": ("hsdp", "ep fsdp", "cp ep", "tp fsdp", "tp cp ep"),
+    "float64 global_batch": ("ep hsdp", "cp hsdp", "tp ep", "tp cp ep"),
+    "float64 dense": ("tp", "tp hsdp"),
+    "float64 untied": ("tp fsdp", "tp ep", "tp cp ep"),
+    "quick": ("tp cp ep",),
+    "fp32": tuple(MESHES),
+    "bf16": ("fsdp", "ep hsdp", "cp hsdp", "tp fsdp", "tp cp ep"),
+    "long": ("cp ep", "tp hsdp"),
+    "global counts": ("ep hsdp", "tp cp ep"),
+    "one expert": ("ep",),
+    "two experts": ("ep fsdp",),
+    "muon": ("hsdp", "ep fsdp"),
+    "checkpointed": ("ep hsdp",),
+    "recomputed": ("tp fsdp",),
+    "waiting": ("hsdp", "tp fsdp"),
+}
+"""Each mesh with each kind of which it may get other numbers."""
 
 
 def in_float64(patch: Patch, engine: type) -> None:
@@ -91,9 +107,6 @@ def _other_replicas(patch: Patch, engine: type) -> None:
     patch.setattr(stepping, "initialize_weights", initialize)
 
 
-ONE_EXPERT: Changes = {"model": {"num_experts": 4, "num_experts_per_tok": 1, "router_aux_loss_coef": 0.0}}
-
-
 def meshed(changes: Changes, mesh: dict[str, Any] | None) -> Changes:
     """`changes` in three steps of three micro batches on each of four ranks; `mesh` None is DDP."""
     training = {"global_batch_size": 24, "max_steps": 3} | changes.get("training", {})
@@ -103,40 +116,21 @@ def meshed(changes: Changes, mesh: dict[str, Any] | None) -> Changes:
     return changes | {"training": training, "model": model, "distributed": distributed}
 
 
-SEQUENCE = FLOAT64["float64 sequence"]
-TP = DIVIDED["tp fsdp"]
-RECOMPUTED: Changes = {"training": {"activation_checkpointing": True}}
-CASES: dict[str, Case] = {}
-for kind, changes in KINDS.items():
-    special = (in_float64,) if kind in FLOAT64 else ()
-    CASES[f"ddp {kind}"] = Case("torchrun", special, meshed(changes, None))
-    for mesh, sizes in MESHES.items():
-        if kind == "two experts" and sizes.get("ep_size") == 4:
-            continue
-        for path in ("torchrun", "accelerate"):
-            CASES[f"{path} {mesh} {kind}"] = Case(path, special, meshed(changes, sizes))
-DIVIDED_KINDS = [*FLOAT64, "fp32", "bf16", "long", "counts of micro batches", "global counts"]
-for kind, (mesh, sizes) in itertools.product(DIVIDED_KINDS, DIVIDED.items()):
-    special = (in_float64,) if kind in FLOAT64 else ()
-    CASES[f"torchrun {mesh} {kind}"] = Case("torchrun", special, meshed(KINDS[kind], sizes))
-for kind, changes in MATRICES.items():
-    CASES[f"ddp {kind}"] = Case("torchrun", (in_float64,), meshed(changes, None))
-for (kind, changes), (mesh, sizes) in itertools.product(MATRICES.items(), DIVIDED.items()):
-    if "tp_size" in sizes and ("ep_size" not in sizes or kind == "float64 untied"):
-        CASES[f"torchrun {mesh} {kind}"] = Case("torchrun", (in_float64,), meshed(changes, sizes))
-for kind, (mesh, sizes) in itertools.product(("fp32", "bf16"), DIVIDED.items()):
-    CASES[f"accelerate {mesh} {kind}"] = Case("accelerate", changes=meshed(KINDS[kind], sizes))
-CASES["torchrun tp fsdp waiting"] = Case("torchrun", changes=meshed(KINDS["waiting"], TP))
-CASES |= {
-    "ddp one expert": Case("torchrun", changes=meshed(ONE_EXPERT, None)),
-    "torchrun ep one expert": Case("torchrun", changes=meshed(ONE_EXPERT, MESHES["ep"])),
-    "other replicas": Case("torchrun", (_other_replicas,), meshed({}, MESHES["ep hsdp"])),
-    "torchrun tp fsdp recomputed": Case("torchrun", changes=meshed(RECOMPUTED, TP)),
+SEQUENCE = SCOPES["float64 sequence"]
+CASES: dict[str, Case] = {
+    "other replicas": Case("torchrun", (_other_replicas,), meshed({}, MESHES["ep hsdp"]))
 }
+for kind, names in MESHES_OF.items():
+    changes, special = (FLOAT64 | KINDS)[kind], (in_float64,) if kind in FLOAT64 else ()
+    CASES[f"ddp {kind}"] = Case("torchrun", special, meshed(changes, None))
+    for mesh in names:
+        for path in ("torchrun",) if kind in FLOAT64 else ("torchrun", "accelerate"):
+            CASES[f"{path} {mesh} {kind}"] = Case(path, special, meshed(changes, MESHES[mesh]))
+ON_FOUR = tuple(CASES)
 
-THREE = {"ddp": None, "fsdp": {}, "ep": {"ep_size": 3}}
+THREE = {"fsdp": {}, "ep": {"ep_size": 3}}
 KINDS_OF_THREE = {
-    kind: changes | {"model": changes["model"] | {"num_experts": 6}} for kind, changes in FLOAT64.items()
+    kind: changes | {"model": changes["model"] | {"num_experts": 6}} for kind, changes in SCOPES.items()
 }
 ON_THREE = {
     f"three {mesh} {kind}": Case("torchrun", (in_float64,), meshed(changes, sizes))
@@ -144,5 +138,4 @@ ON_THREE = {
     for mesh, sizes in THREE.items()
 }
 """In three processes, where a mean is no power of two."""
-ON_FOUR = tuple(CASES)
 CASES |= ON_THREE

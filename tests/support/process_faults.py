@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import os
 import re
 import sys
@@ -18,11 +16,8 @@ from support import corruption_plan, faults
 from support.engines import engine_class
 from support.faults import Patch, defined, replace_everywhere
 
-from llm_pretrain.checkpoints import state
-from llm_pretrain.checkpoints.folders import committed_folders
+from llm_pretrain.checkpoints import state, tensor_files
 from llm_pretrain.checkpoints.store import CheckpointStore
-from llm_pretrain.data.loader import global_batches
-from llm_pretrain.model.moe import Router
 from llm_pretrain.training.evaluation import Evaluator
 from llm_pretrain.training.recorder import Recorder
 
@@ -50,24 +45,6 @@ def multiply_the_learning_rate(factor: float) -> None:
 
 
 # Meshes
-
-
-def average_gradients_of_shards() -> None:
-    """FSDP takes the mean of the ranks' gradients."""
-    _substitute("sum_gradients", lambda original, model: None)
-
-
-def prefer_an_expert(world_size: int, passes: int) -> None:
-    """In launches of so many ranks, after some forward passes, one expert is chosen too often."""
-    original, done = Router._ranking, itertools.count(1)
-
-    def ranking(router: Router, scores: torch.Tensor) -> torch.Tensor:
-        found = original(router, scores).clone()
-        if next(done) > passes and os.environ.get("WORLD_SIZE") == str(world_size):
-            found[..., 0] += 0.02
-        return found
-
-    _patch.setattr(Router, "_ranking", ranking)
 
 
 # Saving and resuming
@@ -108,20 +85,16 @@ def number_layers_by_stage() -> None:
     _substitute("held_pieces", held_pieces)
 
 
-def find_no_checkpoint() -> None:
-    """Every run starts from zero."""
-    _patch.setattr(CheckpointStore, "find", lambda *_, **__: None)
+def ask_for_too_much_in_saves(rank: int) -> None:
+    """One rank's saves ask for what no machine has."""
+    right = tensor_files._chunks
 
+    def chunks(*arguments: Any) -> Any:
+        if os.environ["RANK"] == str(rank):
+            torch.empty(1 << 58, dtype=torch.uint8)
+        return right(*arguments)
 
-def find_an_older_checkpoint() -> None:
-    """A run continues from the newest checkpoint but one."""
-    find = CheckpointStore.find
-
-    def older(self: CheckpointStore, *, expected: Any, source: Path | None = None) -> Any:
-        committed = list(committed_folders(self.folder).values())
-        return find(self, expected=expected, source=committed[-2] if len(committed) > 1 else source)
-
-    _patch.setattr(CheckpointStore, "find", older)
+    _patch.setattr(tensor_files, "_chunks", chunks)
 
 
 def restore_no_optimizer() -> None:
@@ -133,16 +106,6 @@ def restore_no_optimizer() -> None:
         optimizer.state.clear()
 
     _patch.setattr(CheckpointStore, "load", forgetful)
-
-
-def restore_no_position() -> None:
-    """A resumed run reads its data from the start."""
-    original = global_batches
-
-    def from_start(config: Any, **others: Any) -> Any:
-        return original(config, **{**others, "start_step": 0})
-
-    replace_everywhere(_patch, original, from_start)
 
 
 # Computing
@@ -172,11 +135,6 @@ def flip_a_bit(kind: str, *arguments: Any) -> None:
 def slow_evaluation(seconds: float) -> None:
     """Every batch of an evaluation, and every token of a sample, takes so long."""
     _after_heartbeats(lambda: time.sleep(seconds))
-
-
-def locked_evaluation() -> None:
-    """An evaluation keeps Python's lock."""
-    _after_heartbeats(lambda: ctypes.PyDLL(None).sleep(3600))
 
 
 def _after_heartbeats(act: Callable[[], object]) -> None:

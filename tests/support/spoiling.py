@@ -1,18 +1,13 @@
-"""Makes the loss or the gradient of one rank not finite, at some steps.
-
-As a script, `spoiling.py LAUNCHER KIND FIRST LAST OPTIONS…` trains with rank 1 spoilt from step FIRST to
-LAST, counted from 1.
-"""
+"""Makes the loss or the gradient of one rank not finite, at some steps."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
-KINDS = ("both", "gradient", "loss")
+from support.engines import engine_class
+
 REASON = {"both": "nonfinite_gradient", "gradient": "nonfinite_gradient", "loss": "nonfinite_loss"}
 SPOILT_RANK = 1
 
@@ -42,11 +37,6 @@ def spoil_class(engine: Any, kind: str, first: int, last: int) -> None:
     engine.forward = spoilt_forward
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent.parent))
-    launcher, kind, first, last = sys.argv[1:5]
-    names = {"torchrun": ("train_pretrain", "TorchrunEngine")}
-    names["accelerate"] = ("train_pretrain_accelerate", "AccelerateEngine")
-    script = importlib.import_module(names[launcher][0])
-    spoil_class(getattr(script, names[launcher][1]), kind, int(first), int(last))
-    script.exit_process(script.main(sys.argv[5:]))
+def spoil_launch(launcher: str, kind: str, first: int) -> None:
+    """Spoil this process's engine from a step on."""
+    spoil_class(engine_class(launcher), kind, first, sys.maxsize)
