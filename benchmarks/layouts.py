@@ -138,7 +138,7 @@ def plan_layouts(
         mesh=",".join(each.mesh for each in layouts),
         steps=STEPS[-1],
         output=str(output),
-        **dict.fromkeys(("accumulation", "precision", "interrupt")),
+        **dict.fromkeys(("accumulation", "precision")),
     )
     plan = make_plan(call, replace(machine, cores=max(machine.cores, sizes[-1])))
     by_place = {(each.mesh, each.world_size): each for each in plan.variants}

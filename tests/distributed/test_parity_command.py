@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.broken_scripts import write_scripts
 from support.corpora import make_store
 from support.forked_replay import run_parity
 from support.launching import ROOT
@@ -197,33 +195,3 @@ def test_few_choices_are_shown_to_be_ties_or_differ(
     assert ("of a layer's choices go elsewhere, not shown to be ties" in printed) == wrong
     shown = re.search(r"choices that differ then: [1-9], between scores at most", printed)
     assert (shown is None) == wrong
-
-
-def test_an_interrupted_run_continues_on_other_paths_and_world_sizes(
-    small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    more = ("--world-size", "1", "--interrupt", "torchrun@2:17,accelerate@1:31")
-    code = main(["parity", *options("tiny-moe", small_store, tmp_path, *more)])
-    result = parity_of(tmp_path)
-    assert code == 0, capsys.readouterr().out
-    interrupted = result["interrupted"]
-    assert interrupted["verdict"] == "within bound"
-    first, second, third = interrupted["attempts"]
-    assert [(each["path"], each["world_size"]) for each in (first, second, third)] == [
-        ("torchrun", 1), ("torchrun", 2), ("accelerate", 1),
-    ]  # fmt: skip
-    assert (first["first_step"], second["checkpoint"]) == (1, second["first_step"] - 1)
-    assert second["checkpoint"] >= 15
-    assert third["checkpoint"] >= 30
-    assert third["last_step"] == result["steps"] == 40
-
-
-def test_a_silent_start_from_zero_is_a_violation(
-    small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """All rows are right, and the run was not continued."""
-    blind = ("support.process_faults:find_no_checkpoint", [])
-    more = ("--paths", "torchrun", "--world-size", "1", "--steps", "30", "--interrupt", "torchrun@1:6")
-    with chdir(write_scripts(tmp_path / "scripts", blind)):
-        assert main(["parity", *options("tiny-dense", small_store, tmp_path / "parity", *more)]) == 1
-    assert "began at step 1, expected" in capsys.readouterr().out
