@@ -18,7 +18,7 @@ from support.launching import train, train_tiny
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.audit.comparison import tensor_difference
-from llm_pretrain.audit.replay import rollback_problem, verdict_of
+from llm_pretrain.audit.replay import verdict_of
 from llm_pretrain.audit.segment_comparison import SegmentResult, compare_segment, inexact_because
 from llm_pretrain.audit.segments import ReplayPlan, Segment, choose_segments, make_plan
 from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
@@ -210,14 +210,6 @@ def test_another_folder_is_no_run(tmp_path, run):
         read_attempts(run)
 
 
-def test_a_rollback_needs_the_periodic_checkpoints(run):
-    segments = plan_of(run).segments
-    assert [rollback_problem(each) for each in segments] == ["", "", ""]
-    (run / "checkpoints" / "step-00000004").rename(run / "checkpoints" / "step-00000005")
-    odd = replace(segments[0], end=5, legs=(replace(segments[0].legs[0], last=5),))
-    assert "the state of step 5 is not that of a periodic checkpoint" in rollback_problem(odd)
-
-
 # --- what is compared ---------------------------------------------------------------------------------
 
 
@@ -367,13 +359,12 @@ def test_a_checkpoint_deleted_meanwhile_is_not_compared(environment, run, honest
     assert "was deleted meanwhile" in result.note
 
 
-def test_a_source_deleted_meanwhile_is_not_replayed(run, tmp_path):
+def test_a_segment_with_a_rollback_is_not_replayed(run, tmp_path):
     rewrite_rows(run, lambda row: row.update({"train/skipped": "rollback"}) if row["step"] == 6 else None)
     plan = plan_of(run, "--output", str(tmp_path / "out"))
-    (run / "checkpoints" / "step-00000004").rename(tmp_path / "elsewhere")
     result = replay.replay_segment(plan, plan.segments[1], CONTEXT)
     assert result.verdict == "not replayed"
-    assert "was deleted meanwhile" in result.note
+    assert "step 6 was rolled back" in result.note
 
 
 def test_why_bits_are_not_promised(run):

@@ -11,7 +11,6 @@ import pytest
 from support.corpora import make_store
 from support.forked_replay import content_of, copy_of, launch_until, rewrite_checkpoint, run_replay
 from support.launching import ROOT, ForkedLaunch, launch, train_tiny
-from support.poisoning import DATA_OPTIONS, POISONED, poisoned_store
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.files import read_json
@@ -128,27 +127,6 @@ def test_a_run_with_an_average(plain_store: Path, tmp_path: Path):
         value for name, value in tensors.items() if "ema" in name or "average" in name).mul_(2))  # fmt: skip
     code, result = run_replay(averaged, tmp_path / "ema-changed", "--from", "4")
     assert (code, len(result["segments"][0]["tensors"])) == (1, 1)
-
-
-def test_a_run_that_rolled_back(tmp_path: Path):
-    """The rollback goes to the checkpoint of a step before the segment's, and to one within it."""
-    store = poisoned_store(tmp_path / "poison")
-    spiky = [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), *DATA_OPTIONS),
-        *("--data.sources", f"[{{store: {store}}}]", "--training.spike_action", "rollback"),
-        *("--optimizer.learning_rate", "3e-2", "--schedule.name", "constant"),
-        *("--checkpoint.save_steps", "4", "--evaluation.eval_steps", "0", "--logging.logging_steps", "1"),
-        *("--training.precision", "fp32", "--distributed.cpu_threads", "1", "--checkpoint.keep_last", "99"),
-    ]
-    run = launch("torchrun", 1, tmp_path / "run", spiky).folder
-    assert rows_of(run)[POISONED[0]]["train/skipped"] == "rollback"
-    begin, end = 16, 20
-    assert begin < POISONED[0] < end
-    code, result = run_replay(run, tmp_path / "out", "--from", str(begin), "--to", str(end))
-    assert (code, verdicts(result)) == (0, ["identical"])
-    (run / "checkpoints" / f"step-{begin:08d}").rename(tmp_path / "deleted")
-    code, result = run_replay(run, tmp_path / "longer", "--from", str(begin), "--to", str(end))
-    assert (code, verdicts(result)) == (0, ["identical"])
 
 
 def test_another_order_of_data_for_some_steps(tmp_path: Path):
