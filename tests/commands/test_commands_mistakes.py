@@ -73,7 +73,6 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--accelerate_config list.yaml", 2, "expected Accelerate's settings"),
     ],
     "estimate": [
-        ("--gpu abacus", 2, "--gpu: expected one of"),
         ("--mfu 1.5", 2, "--mfu: expected at most 1"),
         ("--mfu 0", 2, "--mfu: expected more than 0, found 0.0"),
         ("--mfu nan", 2, "--mfu: expected a finite number, found nan"),
@@ -157,7 +156,7 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--world-size 2 --distributed.strategy fsdp --distributed.dp_shard_size 3", 2, "configured W=2 is"),
         ("--precision fp8", 2, "--precision: expected some of fp32, bf16, fp16, found 'fp8'"),
         ("--training.micro_batch_size 5", 2, "training.global_batch_size"),
-        ("--training.micro_batch_size 24", 2, "found 2 * 24 = 48; 2, 3, 4, 6 or 12 would"),
+        ("--training.micro_batch_size 24", 2, "found 2 * 24 = 48"),
         ("--training.max_steps 0", 2, "training.max_steps: expected more than 0"),
         ("--paths torchrun --world-size 1", 2, "expected two or more runs of one precision"),
         ("--paths torchrun --world-size 1 --precision fp32,bf16", 2, "to compare, found"),
