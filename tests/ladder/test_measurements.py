@@ -139,13 +139,10 @@ DAMAGE: dict[str, tuple[str, object]] = {
     "no tokens": ("unique_tokens", 0),
     "a budget that is no text": ("budget", 5),
     "a base of another time": ("base", {"model": {"hidden_sizes": 3}}),
-    "a base without a vocabulary": ("base", {}),
     "a base without a batch": ("base", {"training": {"global_batch_size": 0}}),
     "a base without heads": ("base", {"model": {"num_attention_heads": 0}}),
     "a branch at the start": ("rungs", [{"hidden_size": 32, "branches": [0, 1]}]),
-    "branches that fall": ("rungs", [{"hidden_size": 32, "branches": [4, 3]}]),
     "branches that are no steps": ("rungs", [{"hidden_size": 32, "branches": [1.5]}]),
-    "a size twice": ("rungs", [{"hidden_size": 32, "branches": [1]}] * 2),
     "a size of another family": ("rungs", [{"hidden_size": 33, "branches": [1]}]),
 }
 
@@ -164,8 +161,7 @@ def test_a_damaged_plan_is_named_with_its_file(ladder, name):
     ("key", "value"),
     [
         *[("tokens", 0), ("flops", 0.0), ("flops", 1e300), ("loss", float("nan")), ("loss", -1.0)],
-        *[("loss", float("inf")), ("bits_per_byte", -1.0), ("hidden_size", 48), ("unique_tokens", 5)],
-        *[("parameters", 7), ("flops", 1e14), ("tokens", 1000), ("loss", 2.0)],  # of another ladder; twice
+        *[("loss", float("inf")), ("bits_per_byte", -1.0)],
     ],
 )
 def test_a_point_that_cannot_be_is_named_with_its_line(ladder, key, value):
@@ -173,8 +169,7 @@ def test_a_point_that_cannot_be_is_named_with_its_line(ladder, key, value):
     others = {"loss": 6.0, "bits_per_byte": None, "decayed": True}
     size = Sizes(ladder.base).of(32)
     first, second = (
-        dataclasses.asdict(Training.of(size, steps, ladder.unique_tokens)) | others
-        for steps in ((1, 2) if (key, value) != ("loss", 2.0) else (1, 1))
+        dataclasses.asdict(Training.of(size, steps, ladder.unique_tokens)) | others for steps in (1, 2)
     )
     file = ladder.folder / "points.jsonl"
     file.write_text(json.dumps(first) + "\n")
