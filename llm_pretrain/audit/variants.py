@@ -224,8 +224,7 @@ def build_variants(
 
 
 def _split(config: Config, ranks: int, accumulation: int | None) -> tuple[int, int]:
-    """(A, B) of a variant with `ranks` data-parallel ranks. If they do not divide the global batch, raises a
-    ConfigError that names sizes that do."""
+    """(A, B) of a variant with `ranks` data-parallel ranks; ConfigError if they do not divide the batch."""
     total, micro = config.training.global_batch_size, config.training.micro_batch_size
     name, option, factor = "accumulation", "--accumulation", accumulation
     if factor is None:
@@ -233,13 +232,9 @@ def _split(config: Config, ranks: int, accumulation: int | None) -> tuple[int, i
     quotient, rest = divmod(total, ranks * factor)
     if not rest:
         return (quotient, micro) if accumulation is None else (accumulation, quotient)
-    fits = [each for each in range(1, total + 1) if total % (ranks * each) == 0]
-    near = fits[:6] if accumulation else sorted(sorted(fits, key=lambda each: abs(each - micro))[:5])
-    *others, last = map(str, near or ["nothing"])
-    advice = f"{', '.join(others)} or {last}" if others else last
     raise ConfigError(
         f"{option}: expected data-parallel ranks * {name} to divide training.global_batch_size {total}, "
-        f"found {ranks} * {factor} = {ranks * factor}; {advice} would work"
+        f"found {ranks} * {factor} = {ranks * factor}"
     )
 
 
