@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.simulated_meshes import OnCopies
 
 from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.tree import Config
@@ -166,7 +167,7 @@ def test_ranks_of_other_schedules_wait(schedule, idle):
 def test_a_simulated_peak_is_a_computed_one(model, monkeypatch):
     """To the byte; a storage whose end is not seen would change it."""
     alone = config(model, 1, micro_batches=2)
-    computed = simulated(alone, 1, real=True)
+    computed = simulated(alone, 1, real=OnCopies())
     assert simulated(alone, 1).peak == computed.peak
     monkeypatch.setattr(Tracker, "_free", lambda self, key: self._serials.pop(key))
     assert simulated(alone, 1).peak > computed.peak
@@ -213,7 +214,7 @@ def test_of_a_real_step_what_gloo_holds_is_not_counted():
     if torch.__version__ < (2, 13):
         names = ("reduce_scatter_tensor", "all_gather_into_tensor")
     reduce_scatter, all_gather = (getattr(dist, name) for name in names)
-    with trace_module._OnCopies(), tracked(tracker):
+    with OnCopies(), tracked(tracker):
         tensors: list[Any] = [torch.arange(64.0), torch.empty(64)]
         given, out = tensors
         reduce_scatter(out, given)
