@@ -66,8 +66,7 @@ class ChatTemplate:
         ChatTemplateError.
         """
         try:
-            messages, tools = json.loads(json.dumps([messages, tools], default=str))
-            job = self._job(messages, tools, date)
+            job = self._job(*json.loads(json.dumps([messages, tools], default=str)), date)
             if is_prompt:
                 return job.restored(job.render(job.messages, add_generation_prompt=True), ())
             return job.restored(job.text, job.assistant_spans())
