@@ -66,7 +66,8 @@ class ChatTemplate:
         ChatTemplateError.
         """
         try:
-            job = self._job(*json.loads(json.dumps([messages, tools], default=str)), date)
+            copied_messages, copied_tools = json.loads(json.dumps([messages, tools], default=str))
+            job = self._job(copied_messages, copied_tools, date)
             if is_prompt:
                 return job.restored(job.render(job.messages, add_generation_prompt=True), ())
             return job.restored(job.text, job.assistant_spans())
