@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     with token_store(arguments.store) as store, tempfile.TemporaryDirectory() as temporary, exit_on_signals():
         plan = plan_layouts(layouts, machine, store, Path(temporary), arguments.settings)
         results = launch_and_compare(plan, LaunchContext(plan.scripts, machine, TIMEOUT_SECONDS))
-        print("\n" + render(results, None))
+        print("\n" + render(results))
         losses = [[each.run.rows.get(step, {}).get("train/loss") for step in STEPS] for each in results]
     rows = [["layout", *(f"step {step}" for step in STEPS), *(f"torchtitan, {step}" for step in STEPS)]]
     for layout, here in zip(layouts, losses, strict=True):
@@ -111,10 +111,10 @@ def run(arguments: argparse.Namespace) -> int:
         what,
         _dotted(spread),
         bound="each run within `parity`'s bounds",
-        met=not is_violated(results, None),
+        met=not is_violated(results),
         note=note,
     )
-    return int(is_violated(results, None))
+    return int(is_violated(results))
 
 
 def plan_layouts(
@@ -138,7 +138,7 @@ def plan_layouts(
         mesh=",".join(each.mesh for each in layouts),
         steps=STEPS[-1],
         output=str(output),
-        **dict.fromkeys(("accumulation", "precision", "interrupt")),
+        **dict.fromkeys(("accumulation", "precision")),
     )
     plan = make_plan(call, replace(machine, cores=max(machine.cores, sizes[-1])))
     by_place = {(each.mesh, each.world_size): each for each in plan.variants}

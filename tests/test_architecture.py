@@ -125,7 +125,6 @@ def test_no_module_needs_itself():
 
 SLOW_IMPORTED_BY = {
     "tracking/top.py": {"rich"},
-    "data/chat_template.py": {"jinja2"},  # in its own process only
 }
 
 

@@ -10,11 +10,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.audit.chaos import run_or_kill
 from llm_pretrain.audit.comparison import (
     EXACT,
     Comparison,
-    Difference,
     Rows,
     compare_rows,
     compare_runs,
@@ -27,7 +25,6 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.launch.jobs import Job, LaunchContext, RunningJob, last_error_lines, run_until
 from llm_pretrain.launch.options import say
-from llm_pretrain.runs.monitor import RunMonitor
 
 FindTies = Callable[["VariantRun", "VariantRun", int], str]
 """(reference, run, step) -> the expert choices that differ there, in words, if all are ties; else empty."""
@@ -134,57 +131,6 @@ def choose_reference(
     return next(bounded, candidates[0])
 
 
-@dataclass(frozen=True)
-class InterruptedAttempt:
-    """One start of the interrupted run.
-
-    Args:
-        path, world_size: How it was launched.
-        checkpoint: Step of the newest committed checkpoint at its start; 0 without any.
-        first_step, last_step: Steps of its first and last row; None without a row.
-        killed: Whether it was killed.
-        violation: Set if the attempt did not begin right after its checkpoint, or omitted a step.
-    """
-
-    path: str
-    world_size: int
-    checkpoint: int
-    first_step: int | None
-    last_step: int | None
-    killed: bool
-    violation: Difference | None = None
-
-
-@dataclass
-class InterruptedResult:
-    """The row of the interrupted run; `failure` says why an attempt did not run as planned."""
-
-    option: str
-    folder: Path
-    log: Path
-    comparison: Comparison
-    attempts: Sequence[InterruptedAttempt] = ()
-    failure: tuple[str, ...] = ()
-
-
-def compare_interrupted(
-    reference: VariantRun, folder: Path, attempts: Sequence[InterruptedAttempt], config: Config, steps: int
-) -> Comparison:
-    """Compare an interrupted and an uninterrupted run: exactly, until an attempt has another world size."""
-    variant, tolerance = reference.variant, EXACT
-    for attempt in attempts:
-        if attempt.world_size != variant.world_size and attempt.first_step is not None:
-            accumulation = variant.world_size * variant.accumulation // attempt.world_size
-            changed = dataclasses.replace(variant, world_size=attempt.world_size, accumulation=accumulation)
-            tolerance = tolerance_of(changed, variant, config, steps)
-            tolerance = dataclasses.replace(tolerance, start=max(attempt.first_step, 2))
-            break
-    comparison = compare_runs(reference.folder, folder, steps, tolerance)
-    if violation := next((each.violation for each in attempts if each.violation), None):
-        comparison.first, comparison.verdict = violation, "differs"
-    return comparison
-
-
 def launch_and_compare(plan: ParityPlan, context: LaunchContext) -> list[VariantResult]:
     """Run every variant, and compare the runs; returns the results in the order of the plan."""
     runs = _run_variants(plan, context)
@@ -242,77 +188,12 @@ def _find_ties(
         return ""
 
 
-def run_interrupted(
-    plan: ParityPlan, context: LaunchContext, option: str, reference: VariantResult
-) -> InterruptedResult | None:
-    """Run the first variant again, with the plan's interruptions, and compare the two runs."""
-    if not plan.interruptions:
-        return None
-    first, save = plan.variants[0], ("--checkpoint.save_steps", str(plan.save_steps))
-    jobs = []
-    for each in (first, *plan.interruptions):
-        variant = dataclasses.replace(first, path=each.path, world_size=each.world_size)
-        jobs.append(_job(plan, variant, "interrupted", *save))
-    folder, log = jobs[0].folder, jobs[0].log
-    attempts, failure = run_attempts(jobs, [each.step for each in plan.interruptions], context)
-    if failure:
-        comparison = Comparison("failed")
-    elif reference.run.exit_code != 0:
-        comparison = Comparison("not compared", note="the first variant failed")
-    else:
-        comparison = compare_interrupted(reference.run, folder, attempts, plan.config, plan.steps)
-    return InterruptedResult(option, folder, log, comparison, attempts, failure)
-
-
-def run_attempts(
-    jobs: Sequence[Job], kills: Sequence[int], context: LaunchContext
-) -> tuple[list[InterruptedAttempt], tuple[str, ...]]:
-    """Run the jobs one after another; kill each but the last as soon as the row of its kill step is written.
-
-    Args:
-        jobs: Jobs that share one folder and log.
-        kills: Step of each kill, one fewer than `jobs`.
-        context: Where to start them.
-
-    Returns:
-        (attempts, ()), or ([], lines that say why an attempt did not run as planned, with its log's end).
-    """
-    from llm_pretrain.audit.run_checks import check_start, scan_folder, steps_of_attempt
-
-    def has_row(monitor: RunMonitor, saving: int | None, *, step: int) -> bool:
-        return (monitor.last_step or 0) >= step
-
-    attempts: list[InterruptedAttempt] = []
-    for number, job in enumerate(jobs):
-        step = kills[number] if number < len(kills) else None
-        before = scan_folder(job.folder)
-        done = run_or_kill(job, context, None if step is None else partial(has_row, step=step))
-        problem = done.failure
-        if step is not None and not done.killed and not problem:
-            problem = f"was done before it could be killed after step {step}; ask for more --steps"
-        if problem:
-            return [], (f"{job.path} W={job.world_size} {problem}", *last_error_lines(job.log))
-        steps, _ = steps_of_attempt(job.folder, before)
-        first, last = (steps[0], steps[-1]) if steps else (None, None)
-        violation = check_start(job.folder, before)
-        attempts.append(
-            InterruptedAttempt(
-                job.path, job.world_size, before.checkpoint, first, last, done.killed, violation
-            )
-        )
-        how = f"killed after step {last}" if done.killed else "to its end"
-        say(f"attempt {number + 1} of {len(jobs)}: {job.path} W={job.world_size}, from step {first}, {how}")
-    return attempts, ()
-
-
-def is_violated(results: Sequence[VariantResult], interrupted: InterruptedResult | None) -> bool:
+def is_violated(results: Sequence[VariantResult]) -> bool:
     """Whether a launch failed or a difference exceeds its tolerance."""
-    return any(each.comparison.violated for each in [*results, *([interrupted] if interrupted else [])])
+    return any(each.comparison.violated for each in results)
 
 
-def result_content(
-    facts: Mapping[str, Any], results: Sequence[VariantResult], interrupted: InterruptedResult | None
-) -> dict[str, Any]:
+def result_content(facts: Mapping[str, Any], results: Sequence[VariantResult]) -> dict[str, Any]:
     """Content of parity.json; `facts` describe the call."""
     cells = [
         {
@@ -328,13 +209,5 @@ def result_content(
         }
         for each in results
     ]
-    attempts = interrupted and {
-        "interrupt": interrupted.option,
-        "folder": str(interrupted.folder),
-        "log": str(interrupted.log),
-        "attempts": [dataclasses.asdict(each) for each in interrupted.attempts],
-        **interrupted.comparison.as_dict(),
-        "failure": interrupted.failure,
-    }
-    verdict = "violated" if is_violated(results, interrupted) else "holds"
-    return {"verdict": verdict, **facts, "cells": cells, "interrupted": attempts}
+    verdict = "violated" if is_violated(results) else "holds"
+    return {"verdict": verdict, **facts, "cells": cells}

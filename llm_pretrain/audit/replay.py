@@ -34,16 +34,11 @@ def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -
         return not_replayed(segment.missing)
     found = plan.rows(segment)
     folder = plan.output / segment.name
-    goes_back = any(row.get("train/skipped") == "rollback" for row in found.values())
-    if goes_back and (missing := rollback_problem(segment)):
-        return not_replayed(missing)
-    if goes_back and segment.source is not None:  # a rollback looks for it there
-        try:
-            shutil.copytree(segment.source, folder / "checkpoints" / segment.source.name)
-        except OSError:
-            return not_replayed(f"{segment.source} was deleted meanwhile")
+    if back := [step for step, row in found.items() if row.get("train/skipped") == "rollback"]:
+        # the replay saves at other steps, and would go back to another one
+        return not_replayed(f"step {back[0]} was rolled back (training.spike_action)")
     for number, leg in enumerate(segment.legs, start=1):
-        job = _job(plan, segment, leg, number, goes_back=goes_back)
+        job = _job(plan, segment, leg, number)
         say(f"start  steps {leg.first}-{leg.last}: {leg}, as attempt {leg.attempt.number}")
         own = dataclasses.replace(context, zero_stage=leg.config.distributed.zero_stage)
         failure = run_leg(job, own, leg.last, saves=_is_saved(segment, leg))
@@ -65,40 +60,20 @@ def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -
     return result
 
 
-def rollback_problem(segment: Segment) -> str:
-    """Why a segment with a rollback cannot be replayed; empty if it can.
-
-    A rollback returns to the last periodic checkpoint, so the replay must save at exactly the run's steps.
-    """
-    every = segment.legs[0].config.checkpoint.save_steps
-    own = [segment.start, *(leg.last for leg in segment.legs)]
-    last = segment.legs[-1]
-    if not _is_saved(segment, last) or segment.end == last.config.training.max_steps:
-        own.pop()
-    if off := [step for step in own if not every or step % every]:
-        return (
-            f"training.spike_action: a step was rolled back, and the state of step {off[0]} is not that of a "
-            f"periodic checkpoint (checkpoint.save_steps {every}); choose --from and --to between others"
-        )
-    return ""
-
-
 def _is_saved(segment: Segment, leg: Leg) -> bool:
     """Whether a leg ends with a checkpoint: it is compared, the next leg needs it, or no row is due."""
     is_needed = segment.target is not None or leg is not segment.legs[-1]
     return is_needed or leg.last % leg.config.logging.logging_steps != 0
 
 
-def _job(plan: ReplayPlan, segment: Segment, leg: Leg, number: int, *, goes_back: bool) -> Job:
+def _job(plan: ReplayPlan, segment: Segment, leg: Leg, number: int) -> Job:
     """The launch of a leg; writes the leg's settings to a file beside its log."""
     folder = plan.output / segment.name
     file = plan.output / f"{segment.name}{'' if number == 1 else f'-{number}'}.yaml"
     file.write_text(dump_yaml(leg.config))
-    options: dict[str, object] = {}
-    if not goes_back:
-        options["checkpoint.save_steps"] = leg.last if _is_saved(segment, leg) else _NEVER
-        if segment.source is not None:  # the next leg continues from the checkpoint that this one saves
-            options["checkpoint.resume"] = segment.source.resolve()
+    options: dict[str, object] = {"checkpoint.save_steps": leg.last if _is_saved(segment, leg) else _NEVER}
+    if segment.source is not None:  # the next leg continues from the checkpoint that this one saves
+        options["checkpoint.resume"] = segment.source.resolve()
     return Job(
         leg.path, leg.world_size, folder, folder.with_suffix(".log"),
         ("--config", str(file), *as_options(options)), leg.config.distributed.cpu_threads or 1,

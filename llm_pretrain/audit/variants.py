@@ -16,7 +16,7 @@ from llm_pretrain.config.loading import load_config, resolve_model
 from llm_pretrain.config.mesh_checks import check_mesh
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.launch.jobs import RESUMABLE_PATHS, SCRIPTS, Machine
+from llm_pretrain.launch.jobs import SCRIPTS, Machine
 from llm_pretrain.launch.options import (
     LaunchPlan,
     as_options,
@@ -39,7 +39,6 @@ CONFIGURED = "configured"
 """Name of the mesh whose sizes the configuration itself sets."""
 DEFAULT_STEPS = 20
 """Default number of steps; the final parameters have a bound in runs of at most this length."""
-_STEPS_AFTER_KILL = 9
 
 
 @dataclass(frozen=True)
@@ -78,28 +77,15 @@ class Variant:
         return f"{self.path} W={self.world_size} A={self.accumulation} {self.precision}{mesh}"
 
 
-@dataclass(frozen=True)
-class Interruption:
-    """A kill after the row of `step` is written; `path` resumes the run on `world_size` processes."""
-
-    path: str
-    world_size: int
-    step: int
-
-
 @dataclass(kw_only=True)
 class ParityPlan(LaunchPlan):
     """The plan of a `llm-pretrain parity` call, with its options checked.
 
     Args:
         variants: In the order of the table.
-        interruptions: Kills of an additional run of the first variant; empty without `--interrupt`.
-        save_steps: Steps between checkpoints of the interrupted run.
     """
 
     variants: list[Variant]
-    interruptions: list[Interruption]
-    save_steps: int
 
     def options_of(self, variant: Variant) -> tuple[str, ...]:
         """Options of one variant's script, without the output folder."""
@@ -131,8 +117,9 @@ def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
     if arguments.accumulation:  # it determines the micro batch size; the configured one need not divide
         accumulations = parse_numbers("--accumulation", arguments.accumulation)
     config = load_config([*given, *(["--training.micro_batch_size", "1"] if accumulations else [])])
-    interruptions = parse_interruptions(arguments.interrupt) if arguments.interrupt else []
-    steps = _steps(arguments.steps, config, interruptions)
+    steps = min(DEFAULT_STEPS, config.training.max_steps) if arguments.steps is None else arguments.steps
+    if steps < 1:
+        raise ConfigError(f"--steps: expected 1 or more, found {steps}")
     sizes = arguments.world_size or ("1,2" if machine.max_world_size > 1 else "1")
     precisions, meshes = [config.training.precision], [configured_mesh(config.distributed)]
     if arguments.precision:
@@ -143,25 +130,22 @@ def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
         config, machine, paths=paths, world_sizes=parse_numbers("--world-size", sizes),
         accumulations=accumulations, precisions=precisions, meshes=meshes,
     )  # fmt: skip
-    first = variants[0]
-    _check_interruptions(interruptions, first, config, machine)
-    if not interruptions and len({each.precision for each in variants}) == len(variants):
+    if len({each.precision for each in variants}) == len(variants):
         found, why = ", ".join(map(str, variants)), "".join(f" ({note})" for note in notes)
         raise ConfigError(
             f"--paths, --world-size: expected two or more runs of one precision to compare, found {found} "
             f"alone{why}"
         )
-    launches = [*variants, *interruptions]
-    widest = max(each.world_size for each in launches)
+    widest = max(each.world_size for each in variants)
     threads = config.distributed.cpu_threads or max(1, machine.cores // widest)
     forced, changes = forced_settings(config, steps, threads, machine)
     forced |= {"evaluation.eval_steps": 0, "checkpoint.save_steps": 0}  # parity compares neither
     if config.training.spike_action == "rollback":  # without a checkpoint a rollback skips too
         forced |= {"training.spike_action": "skip"}
     options = [*given, *as_options(forced)]
-    used = {each.path for each in launches}
+    used = {each.path for each in variants}
     scripts = find_scripts([path for path in SCRIPTS if path in used])
-    resolved = load_config([*options, "--training.micro_batch_size", str(first.micro_batch_size)])
+    resolved = load_config([*options, "--training.micro_batch_size", str(variants[0].micro_batch_size)])
     return ParityPlan(
         config=resolve_model(resolved, open_stores(resolved)[0].vocab_size),
         steps=steps,
@@ -171,24 +155,7 @@ def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
         threads=threads,
         notes=[*notes, *changes],
         variants=variants,
-        interruptions=interruptions,
-        save_steps=choose_save_steps(config.checkpoint.save_steps, interruptions),
     )
-
-
-def _steps(given: int | None, config: Config, interruptions: Sequence[Interruption]) -> int:
-    """Steps of each run; more than the step of the last interruption."""
-    last_kill = interruptions[-1].step if interruptions else 0
-    if given is None:
-        least = last_kill + _STEPS_AFTER_KILL if interruptions else 0
-        return max(min(DEFAULT_STEPS, config.training.max_steps), least)
-    if given < 1:
-        raise ConfigError(f"--steps: expected 1 or more, found {given}")
-    if given <= last_kill:
-        raise ConfigError(
-            f"--steps: expected more than {last_kill}, the last step of --interrupt, found {given}"
-        )
-    return given
 
 
 def build_variants(
@@ -257,8 +224,7 @@ def build_variants(
 
 
 def _split(config: Config, ranks: int, accumulation: int | None) -> tuple[int, int]:
-    """(A, B) of a variant with `ranks` data-parallel ranks. If they do not divide the global batch, raises a
-    ConfigError that names sizes that do."""
+    """(A, B) of a variant with `ranks` data-parallel ranks; ConfigError if they do not divide the batch."""
     total, micro = config.training.global_batch_size, config.training.micro_batch_size
     name, option, factor = "accumulation", "--accumulation", accumulation
     if factor is None:
@@ -266,13 +232,9 @@ def _split(config: Config, ranks: int, accumulation: int | None) -> tuple[int, i
     quotient, rest = divmod(total, ranks * factor)
     if not rest:
         return (quotient, micro) if accumulation is None else (accumulation, quotient)
-    fits = [each for each in range(1, total + 1) if total % (ranks * each) == 0]
-    near = fits[:6] if accumulation else sorted(sorted(fits, key=lambda each: abs(each - micro))[:5])
-    *others, last = map(str, near or ["nothing"])
-    advice = f"{', '.join(others)} or {last}" if others else last
     raise ConfigError(
         f"{option}: expected data-parallel ranks * {name} to divide training.global_batch_size {total}, "
-        f"found {ranks} * {factor} = {ranks * factor}; {advice} would work"
+        f"found {ranks} * {factor} = {ranks * factor}"
     )
 
 
@@ -351,57 +313,3 @@ def _unsupported(path: str, precision: str, mesh: str, machine: Machine, config:
     }
     fields = [name for name, value in missing.items() if value]
     return f"it does not support {' or '.join(fields)}" if fields else ""
-
-
-def parse_interruptions(text: str) -> list[Interruption]:
-    """Interruptions from `torchrun@2:17,accelerate@1:31`.
-
-    Raises:
-        ConfigError: another form, an unknown path, or steps that do not ascend.
-    """
-    interruptions = []
-    for word in text.split(","):
-        match = re.fullmatch(r"(\w+)@(\d+):(\d+)", word.strip())
-        if match is None or match[1] not in RESUMABLE_PATHS:
-            raise ConfigError(
-                f"--interrupt: expected PATH@PROCESSES:STEP,… with a path of {', '.join(RESUMABLE_PATHS)}, "
-                f"found {word.strip()!r}; e.g. torchrun@2:17,accelerate@1:31"
-            )
-        interruptions.append(Interruption(match[1], int(match[2]), int(match[3])))
-    steps = [each.step for each in interruptions]
-    if min(steps) < 2 or steps != sorted(set(steps)):
-        raise ConfigError(
-            f"--interrupt: expected ascending steps from 2 on, since a checkpoint must come before each, "
-            f"found {', '.join(map(str, steps))}"
-        )
-    if any(each.world_size < 1 for each in interruptions):
-        raise ConfigError("--interrupt: expected one process or more after each @, found 0")
-    return interruptions
-
-
-def choose_save_steps(configured: int, interruptions: Sequence[Interruption]) -> int:
-    """Steps between checkpoints: as configured, or fewer, so that a checkpoint precedes the first kill."""
-    first_kill = interruptions[0].step if interruptions else 0
-    return configured if 0 < configured < first_kill else max(1, min(5, first_kill // 2))
-
-
-def _check_interruptions(
-    interruptions: Sequence[Interruption], first: Variant, config: Config, machine: Machine
-) -> None:
-    """Raise ConfigError where an attempt cannot run with the first variant's micro batch size."""
-    if interruptions and first.path == "trainer":
-        raise ConfigError(
-            "--interrupt: expected torchrun or accelerate as the first of --paths, found trainer"
-        )
-    training = dataclasses.replace(config.training, micro_batch_size=first.micro_batch_size)
-    config = dataclasses.replace(config, training=training)
-    for each in interruptions:
-        try:
-            possible, notes = build_variants(
-                config, machine, paths=("torchrun", each.path), world_sizes=[each.world_size],
-                accumulations=None, precisions=[first.precision], meshes=[first.mesh],
-            )  # fmt: skip
-        except ConfigError as error:
-            raise ConfigError(*(f"--interrupt: {problem}" for problem in error.problems)) from None
-        if not any(variant.path == each.path for variant in possible):
-            raise ConfigError(f"--interrupt: {notes[0]}")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llm_pretrain.api import TrainedModel, open_source
-from llm_pretrain.commands.generate import Sampling, check_utf8, write_out
+from llm_pretrain.commands.generate import Sampling, write_out
 from llm_pretrain.commands.options import add_parameters, chosen
 from llm_pretrain.data.chat import chat_prompt_ids
 from llm_pretrain.errors import DataError
@@ -40,9 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Answer each line until the input ends; returns the exit code."""
     sampling = chosen(arguments, Sampling)
-    system = None if arguments.system is None else check_utf8("--system", arguments.system)
     source = open_source(**chosen(arguments, open_source))
-    conversation = (Conversation if source.tokenizer.chat_template else PlainText)(source, system)
+    conversation = (Conversation if source.tokenizer.chat_template else PlainText)(source, arguments.system)
     if isinstance(conversation, PlainText):
         _note("this tokenizer has no chat template: the model continues the text, turn after turn")
     for line in _lines():

@@ -48,18 +48,18 @@ class Estimated:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
     add_configuration(parser, "estimate")
-    parser.add_argument("--gpu", metavar="NAME", help=f"device: {', '.join(GPU_GB)} (default: a CPU)")
+    parser.add_argument(
+        "--gpu", type=str.lower, choices=GPU_GB, metavar="NAME",
+        help=f"device: {', '.join(GPU_GB)} (default: a CPU)",
+    )  # fmt: skip
     add_parameters(parser, Estimated)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate."""
     options = given_options(arguments)
-    problems = []
-    if arguments.gpu is not None and arguments.gpu.lower() not in GPU_GB:
-        problems.append(f"--gpu: expected one of {', '.join(GPU_GB)}, found {arguments.gpu!r}")
-    chosen(arguments, Estimated, *problems)
-    has_bf16 = None if arguments.gpu is None else arguments.gpu.lower() not in _WITHOUT_BF16
+    chosen(arguments, Estimated)
+    has_bf16 = None if arguments.gpu is None else arguments.gpu not in _WITHOUT_BF16
     processes = arguments.world_size
     config = with_vocabulary(load_config(options, needs_data=False, has_bf16=has_bf16, world_size=processes))
     if has_bf16 is False and config.training.precision == "bf16":
@@ -129,7 +129,7 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> None:
     if memory.staging:
         print(f"  {'while saving':<19} {size_text(memory.staging):>11}  more in the processor's memory")
     if on_gpu:
-        total = GPU_GB[arguments.gpu.lower()] * 10**9
+        total = GPU_GB[arguments.gpu] * 10**9
         fits = "fits" if memory.peak + CUDA_CONTEXT <= total else "may NOT fit"
         if memory.peak / (1 + TOLERANCE) + CUDA_CONTEXT > total:
             fits = "does NOT fit"

@@ -74,22 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def find_weights(path: Path) -> Path:
     """`path` if it holds weights or a checkpoint, else the newest weights of a run or of its `weights/`."""
-    from llm_pretrain.checkpoints.opening import is_checkpoint
+    from llm_pretrain.checkpoints.folders import committed_folders
 
-    if (path / "config.json").is_file() or is_checkpoint(path):
-        return path
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path}: expected a weights folder or a run, found none; name one such as runs/quickstart"
-        )
-    parent = path / "weights" if (path / "weights").is_dir() else path
-    newest = max((each for each in parent.glob("step-*") if (each / "config.json").is_file()), default=None)
-    if newest is None:
-        raise CheckpointError(
-            f"{path}: expected a weights folder (config.json and model.safetensors) or a run that has some, "
-            "found neither; name a folder such as RUN/weights/step-00000100"
-        )
-    return newest
+    found = committed_folders(path / "weights") or committed_folders(path)
+    return found[max(found)] if found and not (path / "config.json").is_file() else path
 
 
 @contextmanager

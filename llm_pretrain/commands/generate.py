@@ -82,8 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if count < 1:
         problems.append(f"--num_samples: expected 1 or more, found {count}")
     sampling = chosen(arguments, Sampling, *problems)
-    prompts = [check_utf8("--prompt", text) for text in arguments.prompt]
-    prompts += [_read_prompt(name) for name in arguments.prompt_file]
+    prompts = [*arguments.prompt, *map(_read_prompt, arguments.prompt_file)]
     if not prompts:
         raise ConfigError("--prompt: expected a text to continue, found none; or name a --prompt_file")
     source = open_source(**chosen(arguments, open_source))
@@ -172,17 +171,6 @@ def _read_prompt(name: str) -> str:
             f"{error.start}"
         ) from error
     return text.removesuffix("\n").removesuffix("\r")
-
-
-def check_utf8(option: str, text: str) -> str:
-    """Return `text` if it is valid UTF-8; other bytes of the command line arrive as lone surrogates."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"{option}: expected UTF-8 text, found other bytes at character {error.start}"
-        ) from None
-    return text
 
 
 def write_out(text: str) -> None:

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import math
 import os
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,7 +32,6 @@ examples:
   llm-pretrain ladder --input data/stores/stdlib --budget 1h
   llm-pretrain ladder --input data/stores/mine --budget 2h --config minimind-26m --output ladders/mine
   llm-pretrain ladder --input data/stores/mine --budget 1e16 --training.global_batch_size 32
-  llm-pretrain ladder --compare ladders/stdlib ladders/stdlib-other-recipe
 """
 
 _CHOSEN = {
@@ -49,37 +47,26 @@ _NOT_COMPARED = {"data.sources", "run.name", "run.output_dir"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    parser.usage = (
-        "llm-pretrain ladder --input STORE --budget BUDGET [options] [--section.field VALUE ...]\n"
-        "       llm-pretrain ladder --compare FOLDER FOLDER"
-    )
+    parser.usage = "llm-pretrain ladder --input STORE --budget BUDGET [options] [--section.field VALUE ...]"
     parser.description = (
         "Trains small models of one family, each at several numbers of tokens, within a budget; writes their "
         "losses\nto points.jsonl, from which `llm-pretrain plan` predicts larger runs."
     )
     add = parser.add_argument
-    add("--input", metavar="STORE", help="token store, written by `llm-pretrain prepare`")
-    add("--budget", metavar="BUDGET",
+    add("--input", metavar="STORE", required=True, help="token store, written by `llm-pretrain prepare`")
+    add("--budget", metavar="BUDGET", required=True,
         help="of all runs: a time on this machine (90s, 20m, 2h, 1d), or FLOPs (1e16)")  # fmt: skip
     add("--config", action="append", metavar="FILE",
         help="base of the family; of several the later wins (default: the preset ladder)")  # fmt: skip
     add("--output", metavar="FOLDER", help="folder of the ladder (default: ladders/NAME of the store)")
-    add("--compare", nargs=2, metavar="FOLDER",
-        help="print the compute that a second ladder needs for the losses of a first")  # fmt: skip
     add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan or continue a ladder, and train it; returns 75 if a signal stopped it."""
-    if arguments.compare:
-        return compare(arguments)
-
     from llm_pretrain.forecast.budget import read_budget
     from llm_pretrain.forecast.ladder_training import new_ladder, train
 
-    for name in ("input", "budget"):
-        if getattr(arguments, name) is None:
-            raise ConfigError(f"--{name}: expected a value, found none; --help has examples")
     read_budget(arguments.budget)
     machine = this_machine()
     base, store, unique_tokens = open_base(arguments, machine)
@@ -96,35 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
         except (KeyboardInterrupt, SystemExit):
             say(f"stopped; the same command continues {folder}")
             return EXIT_PREEMPTED
-
-
-def compare(arguments: argparse.Namespace) -> int:
-    """Print the compute that two ladders need for the same losses."""
-    from llm_pretrain.forecast.ladder_comparison import compare_ladders
-    from llm_pretrain.forecast.measurements import read_ladder, shortcomings
-
-    names = ("input", "budget", "config", "output")
-    given = [f"--{name}" for name in names if getattr(arguments, name) is not None] + arguments.settings[::2]
-    if given:
-        raise ConfigError(f"--compare: expected two folders and no other option, found {given[0]}")
-    first, second = (read_ladder(folder) for folder in arguments.compare)
-    rows = compare_ladders(first, second)
-    print(f"compute to equal loss, {second.folder} relative to {first.folder}")
-    for row in rows:
-        needed = f"{row.ratio * row.flops:.3g} FLOPs  {row.ratio:.3f}" if row.ratio else "–"
-        print(f"  loss {row.loss:.4f}  {row.flops:>8.3g} FLOPs  {needed}")
-    for ladder in (first, second):
-        for line in shortcomings(ladder):
-            print(f"warning: {ladder.folder}: {line}")
-    ratios = [row.ratio for row in rows if row.ratio]
-    if not ratios:
-        print("no ratio: no loss of the first lies within the second's; give one of them another budget")
-        return 1
-    print(
-        f"ratios from {min(ratios):.3f} to {max(ratios):.3f}, median {statistics.median(ratios):.3f}; "
-        "below 1 the second needs less"
-    )
-    return 0
 
 
 def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, str, int]:

@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llm_pretrain.audit.comparison import KEYS, PARAMETERS, Comparison
-from llm_pretrain.audit.parity import (
-    InterruptedResult,
-    VariantResult,
-    is_violated,
-    launch_and_compare,
-    result_content,
-    run_interrupted,
-)
+from llm_pretrain.audit.parity import VariantResult, is_violated, launch_and_compare, result_content
 from llm_pretrain.audit.variants import make_plan
 from llm_pretrain.launch.jobs import exit_on_signals, this_machine
 from llm_pretrain.launch.options import (
@@ -42,7 +35,6 @@ examples:
   llm-pretrain parity --config configs/tiny-dense.yaml --paths torchrun,accelerate,trainer --world-size 2
   llm-pretrain parity --config configs/tiny-dense.yaml --world-size 2 --mesh ddp,fsdp,deepspeed
   llm-pretrain parity --config configs/tiny-moe.yaml --world-size 1,4 --mesh ddp,hsdp,ep,ep+hsdp
-  llm-pretrain parity --config configs/tiny-moe.yaml --world-size 1 --interrupt torchrun@2:17,accelerate@1:31
 """
 
 
@@ -65,9 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
              "such mesh it is left out (default: as configured)")  # fmt: skip
     add("--steps", type=int, metavar="K",
         help="optimizer steps of each run (default: 20, or fewer if configured)")  # fmt: skip
-    add("--interrupt", metavar="PATH@W:STEP,...",
-        help="also kill a run of the first variant after STEP, and resume it with PATH on W "
-             "processes")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,18 +70,17 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"note   {note}")
     with exit_on_signals():
         results = launch_and_compare(plan, context)
-        interrupted = run_interrupted(plan, context, arguments.interrupt, results[0])
-    violated = is_violated(results, interrupted)
+    violated = is_violated(results)
     file = plan.output / "parity.json"
     facts = call_facts(plan, arguments, machine, started)
-    write_result(file, result_content(facts, results, interrupted))
-    say("\n" + render(results, interrupted))
+    write_result(file, result_content(facts, results))
+    say("\n" + render(results))
     held = "what is promised does NOT hold" if violated else "everything promised holds"
     say(f"{held}; {file}, {time.time() - started:.0f} s")
     return 1 if violated else 0
 
 
-def render(results: Sequence[VariantResult], interrupted: InterruptedResult | None) -> str:
+def render(results: Sequence[VariantResult]) -> str:
     """The table, then one or more lines about each run that differs, failed or was not compared."""
     rows: list[Sequence[str]] = [
         ("path", "mesh", "W", "A", "B", "precision", "verdict", "against", "largest difference")
@@ -111,17 +99,6 @@ def render(results: Sequence[VariantResult], interrupted: InterruptedResult | No
         rows.append((variant.path, variant.mesh, *split, variant.precision, shown, name, largest))
         ended = f"exit code {each.run.exit_code}"
         details += _details(str(variant), each.comparison, each.run.error_lines, each.run.log, ended)
-    if interrupted:
-        comparison = interrupted.comparison
-        empty = ("",) * 5
-        rows.append(("interrupted", *empty, comparison.verdict, "the first variant", _largest(comparison)))
-        for number, attempt in enumerate(interrupted.attempts, start=1):
-            details.append(
-                f"attempt {number}: {attempt.path} W={attempt.world_size} from step {attempt.first_step} "
-                f"(checkpoint {attempt.checkpoint or 'none'}) to {attempt.last_step}"
-                f"{', killed' if attempt.killed else ''}"
-            )
-        details += _details("interrupted", comparison, interrupted.failure, interrupted.log, "not as planned")
     return "\n".join([as_table(rows), *details])
 
 

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from llm_pretrain.forecast.points import Ladder
 
 EXAMPLES = """\
-The budget is one of --time, --flops and --cost. Without --gpu it is spent on this machine: some steps of the
-planned run turn a time into FLOPs.
+The budget is one of --time and --flops. Without --gpu it is spent on this machine: some steps of the planned
+run turn a time into FLOPs.
 
 examples:
   llm-pretrain plan --ladder ladders/stdlib --time 1h
   llm-pretrain plan --ladder ladders/mine --flops 1e18 --max-parameters 1e8
-  llm-pretrain plan --ladder ladders/mine --cost 100 --gpu h100 --world-size 8 --price 2.5 --output night.yaml
+  llm-pretrain plan --ladder ladders/mine --time 5h --gpu h100 --world-size 8 --output night.yaml
 """
 
 SHOWN = 4.0
@@ -45,13 +45,13 @@ _MARK = "# Written by `llm-pretrain plan`"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ladder", required=True, metavar="FOLDER", help="written by `llm-pretrain ladder`")
-    add("--time", metavar="T", help="budget of the run: 90s, 20m, 8h, 2d")
-    add("--flops", type=float, metavar="F", help="or its FLOPs, such as 1e18")
-    add("--cost", type=float, metavar="C", help="or its cost, with --gpu and --price")
-    add("--gpu", metavar="NAME", help=f"another machine: {', '.join(CLUSTERS)} (default: this one)")
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--time", metavar="T", help="budget of the run: 90s, 20m, 8h, 2d")
+    budget.add_argument("--flops", type=float, metavar="F", help="or its FLOPs, such as 1e18")
+    add("--gpu", type=str.lower, choices=CLUSTERS, metavar="NAME",
+        help=f"another machine: {', '.join(CLUSTERS)} (default: this one)")  # fmt: skip
     add("--world-size", "--world_size", type=int, metavar="W",
         help="processes (default: by the cores or GPUs here, dividing a step; 1 with --gpu)")  # fmt: skip
-    add("--price", type=float, metavar="P", help="of a GPU for an hour")
     add("--mfu", type=float, help=f"share of a GPU's peak that is reached (default: {DEFAULT_MFU})")
     add("--max-parameters", type=float, default=math.inf, metavar="N", help="largest number, all counted")
     add("--output", default="plan.yaml", metavar="FILE", help="configuration to write (default: plan.yaml)")
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and write its configuration."""
-    from llm_pretrain.forecast.budget import EVALUATION_COST
+    from llm_pretrain.forecast.budget import EVALUATION_COST, read_budget
     from llm_pretrain.forecast.ladder_training import evaluated_tokens
     from llm_pretrain.forecast.measurements import read_ladder
     from llm_pretrain.forecast.planning import EVALUATIONS, Forecast, best_of
@@ -72,7 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.world_size = _usual_world_size(ladder.base, arguments)
     _micro_batch(ladder.base, arguments.world_size)  # raises if --world-size does not divide the batch
     _check_store(ladder)
-    forecast, limit, seconds = Forecast(ladder), arguments.max_parameters, _seconds(arguments)
+    forecast, limit, seconds = Forecast(ladder), arguments.max_parameters, None
+    if arguments.time is not None:
+        _, seconds = read_budget(arguments.time, "--time", only_time=True)
     evaluated = EVALUATION_COST * (EVALUATIONS + 1) * evaluated_tokens(ladder.base)  # in trained tokens
     rate = None
     if arguments.gpu and (peak := device_peak_flops(arguments.gpu)):
@@ -109,19 +111,9 @@ def _check(arguments: argparse.Namespace) -> None:
     from llm_pretrain.forecast.budget import FLOPS_LIMIT
 
     problems = []
-    given = [name for name in ("time", "flops", "cost") if getattr(arguments, name) is not None]
-    if len(given) != 1:
-        found = " and ".join(f"--{name}" for name in given) or "none"
-        problems.append(f"plan: expected one budget, --time, --flops or --cost, found {found}")
-    if arguments.cost is not None and (arguments.price is None or not arguments.gpu):
-        problems.append("--cost: expected together with --gpu and --price")
-    if arguments.price is not None and arguments.cost is None:
-        problems.append("--price: expected together with --cost, found another budget")
     if arguments.mfu is not None and not arguments.gpu:
         problems.append("--mfu: expected together with --gpu; this machine's speed is measured")
-    if arguments.gpu is not None and arguments.gpu.lower() not in CLUSTERS:
-        problems.append(f"--gpu: expected one of {', '.join(CLUSTERS)}, found {arguments.gpu!r}")
-    for name in ("flops", "cost", "price", "max_parameters"):
+    for name in ("flops", "max_parameters"):
         value, most = getattr(arguments, name), math.inf if name == "max_parameters" else FLOPS_LIMIT
         if value is not None and not 0 < value <= most:
             up_to = f" up to {most:g}" if most < math.inf else ""
@@ -132,18 +124,6 @@ def _check(arguments: argparse.Namespace) -> None:
         problems.append(f"--world-size: expected 1 or more, found {arguments.world_size}")
     if problems:
         raise ConfigError(*problems)
-
-
-def _seconds(arguments: argparse.Namespace) -> float | None:
-    """The budget in seconds of wall time; None if the budget is in FLOPs."""
-    from llm_pretrain.forecast.budget import SECONDS_LIMIT, read_budget
-
-    if arguments.cost is not None:
-        seconds = arguments.cost / arguments.price / arguments.world_size * 3600
-        if seconds > SECONDS_LIMIT:
-            raise ConfigError(f"--cost: expected at most 10 years of GPUs, found {seconds:.3g} seconds")
-        return seconds
-    return None if arguments.time is None else read_budget(arguments.time, "--time", only_time=True)[1]
 
 
 def _check_store(ladder: Ladder) -> None:
@@ -244,11 +224,7 @@ def _lines(
     world_size = arguments.world_size
     here = f"{world_size} process{'es' * (world_size > 1)} here"
     machine = f"{world_size} x {arguments.gpu}" if arguments.gpu else here
-    budget = (
-        f"{arguments.flops:.3g} FLOPs" if arguments.flops is not None else duration(_seconds(arguments) or 0)
-    )
-    if arguments.cost is not None:
-        budget += f", {arguments.cost:,.2f}"
+    budget = arguments.time or f"{arguments.flops:.3g} FLOPs"
     sizes = {point.hidden_size for point in forecast.decayed.points}
     memory = estimate_memory(config, world_size, on_gpu=arguments.gpu is not None)
     time = f", {duration(seconds)}" if seconds else ""
@@ -298,7 +274,7 @@ def _warnings(forecast: Forecast, best: Choice, config: Config, arguments: argpa
         warnings += step_warnings(config, arguments.world_size, device)
     else:
         peak = estimate_memory(config, arguments.world_size, on_gpu=True).peak + CUDA_CONTEXT
-        if peak > (total := GPU_GB[arguments.gpu.lower()] * 10**9):
+        if peak > (total := GPU_GB[arguments.gpu] * 10**9):
             warnings.append(
                 f"a step is estimated to need {size_text(peak)}, a GPU has {size_text(total)}: divide the "
                 "model, `llm-pretrain simulate --search` finds a mesh, or limit --max-parameters"

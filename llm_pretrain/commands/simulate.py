@@ -48,7 +48,10 @@ _FIELDS = {each.name: each for each in dataclasses.fields(Cluster)}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
     add_configuration(parser, "simulate")
-    parser.add_argument("--gpu", metavar="NAME", help=f"the machine: {', '.join(CLUSTERS)}")
+    parser.add_argument(
+        "--gpu", type=str.lower, choices=CLUSTERS, required=True, metavar="NAME",
+        help=f"the machine: {', '.join(CLUSTERS)}",
+    )  # fmt: skip
     parser.add_argument(
         "--world-size", "--world_size", type=int, default=1, metavar="W", help="processes (default: 1)"
     )
@@ -91,14 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     problems = []
-    if arguments.gpu is not None and arguments.gpu.lower() not in CLUSTERS:
-        problems.append(f"--gpu: expected one of {', '.join(CLUSTERS)}, found {arguments.gpu!r}")
-    required = [name for name, field in _FIELDS.items() if field.default is dataclasses.MISSING]
-    missing = [name for name in required if not getattr(arguments, name)]
-    if arguments.gpu is None and missing:
-        problems.append(
-            f"--gpu: expected one of {', '.join(CLUSTERS)}, found none; or set --{', --'.join(missing)}"
-        )
     if arguments.world_size < 1:
         problems.append(f"--world-size: expected 1 or more, found {arguments.world_size}")
     if arguments.search is not None and arguments.search < 2:
@@ -113,9 +108,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _machine(arguments: argparse.Namespace) -> Cluster:
     given = {name: value for name in _FIELDS if (value := getattr(arguments, name)) is not None}
-    if arguments.gpu is None:
-        return Cluster(**given)
-    return dataclasses.replace(CLUSTERS[arguments.gpu.lower()], **given)
+    return dataclasses.replace(CLUSTERS[arguments.gpu], **given)
 
 
 def _check_config(config: Config, world_size: int) -> None:
@@ -155,10 +148,8 @@ def _as_json(step: SimulatedStep, config: Config, world_size: int, machine: Clus
     }
 
 
-def _print_step(
-    step: SimulatedStep, config: Config, world_size: int, machine: Cluster, gpu: str | None
-) -> None:
-    name, distributed, training = gpu or "GPUs", config.distributed, config.training
+def _print_step(step: SimulatedStep, config: Config, world_size: int, machine: Cluster, gpu: str) -> None:
+    distributed, training = config.distributed, config.training
     sizes = distributed.mesh(world_size)
     mesh = f"{sizes.dp_replicate} x {sizes.dp_shard}, ep {distributed.ep_size}"
     mesh += "".join(
@@ -167,7 +158,7 @@ def _print_step(
     tokens = f"{training.micro_batch_size} x {training.sequence_length} tokens"
     times = config.gradient_accumulation_steps(world_size)
     print(
-        f"{config.run.name}: a step of one of {world_size} x {name}, {mesh} ({training.precision}, {tokens}, "
+        f"{config.run.name}: a step of one of {world_size} x {gpu}, {mesh} ({training.precision}, {tokens}, "
         f"{times} times)"
     )
     of_memory, of_time = (f", of rank {rank}" if sizes.pp > 1 else "" for rank in step.ranks)
@@ -260,7 +251,7 @@ def _search(
         ]
         print(json.dumps(found, indent=1))
         return 0
-    print(f"{config.run.name} on {world_size} x {arguments.gpu or 'GPUs'}, extrapolated from few layers")
+    print(f"{config.run.name} on {world_size} x {arguments.gpu}, extrapolated from few layers")
     print("  replicas  shards  ep  cp  tp  pp         peak         step     MFU  bound by")
     for step, mesh in rows:
         print(

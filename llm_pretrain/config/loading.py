@@ -48,8 +48,8 @@ def load_config(
 ) -> Config:
     """The configuration that a command line asks for, its precision resolved.
 
-    Later files override earlier ones, setting by setting, and options override all files. Preset values that
-    contradict a shorter run or a lower learning rate of the user are scaled, with a note on standard error.
+    Later files override earlier ones, setting by setting, and options override all files. A preset's warm-up
+    and decay that contradict a shorter run of the user are shortened, with a note on standard error.
 
     Args:
         argv: Arguments without the program's name; None takes the arguments of the process.
@@ -79,7 +79,7 @@ def load_config(
             own |= _names(sound)
         line.problems += problems + wrong
     _merge(tree, line.options)
-    for note in _scale_preset(tree, preset, own | _names(line.options)):
+    for note in _shorten_schedule(tree, preset, own | _names(line.options)):
         if world_size is None and os.environ.get("RANK", "0") == "0":  # else another process prints the note
             print(f"note: {note}", file=sys.stderr)
     config = resolve_precision(build(Config, tree), has_bf16)
@@ -384,38 +384,28 @@ def _names(tree: _Tree) -> set[str]:
     return {f"{section}.{field}" for section, fields in tree.items() for field in fields}
 
 
-_SHARES = {
-    "training.max_steps": ("schedule.warmup_steps", "schedule.decay_steps"),
-    "optimizer.learning_rate": ("schedule.min_learning_rate",),
-}
-"""Setting -> other settings, whose values a preset chooses as a share of its value."""
-
-
-def _scale_preset(tree: _Tree, preset: _Tree, own: set[str]) -> list[str]:
-    """Scales a preset's shares in `tree` if the user's smaller value contradicts them; returns a note each.
+def _shorten_schedule(tree: _Tree, preset: _Tree, own: set[str]) -> list[str]:
+    """Shortens a preset's warm-up and decay in `tree` if the run is too short for them; returns a note each.
 
     Args:
         tree: All settings.
         preset: The settings in presets.
         own: Names of the settings whose value does not come from a preset.
     """
-    contradicted = {line.partition(":")[0] for line in build(Config, tree).check_schedule()}
+    usual = preset.get("training", {}).get("max_steps", Config().training.max_steps)
+    wanted = tree.get("training", {}).get("max_steps", usual)
+    lengths = {f"schedule.{field}": field for field in ("warmup_steps", "decay_steps")}
+    found = {line.partition(":")[0] for line in build(Config, tree).check_schedule()}
+    if not 0 < wanted < usual or found.isdisjoint(lengths):
+        return []
     notes = []
-    for whole, shares in _SHARES.items():
-        section, _, field = whole.partition(".")
-        usual = preset.get(section, {}).get(field, getattr(getattr(Config(), section), field))
-        wanted = tree.get(section, {}).get(field, usual)
-        if whole not in own or contradicted.isdisjoint(shares) or not 0 < wanted < usual:
-            continue
-        for name in shares:
-            part, _, field_of_part = name.partition(".")
-            value = preset.get(part, {}).get(field_of_part)
-            if name in own or not value:
-                continue
-            exact = value * wanted / usual
-            scaled = int(exact) if isinstance(value, int) else float(f"{exact:.6g}")
-            tree[part][field_of_part] = scaled
-            notes.append(f"{name}: {scaled} instead of the preset's {value}, since {whole} is {wanted}")
+    for name, field in lengths.items():
+        steps = preset.get("schedule", {}).get(field)
+        if steps and name not in own:
+            shorter = tree["schedule"][field] = steps * wanted // usual
+            notes.append(
+                f"{name}: {shorter} instead of the preset's {steps}, since training.max_steps is {wanted}"
+            )
     return notes
 
 

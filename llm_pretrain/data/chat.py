@@ -6,119 +6,23 @@ becomes a special token.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import datetime
-import json
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from llm_pretrain.data.chat_template import ChatTemplate, ChatTemplateError, Rendered
 from llm_pretrain.data.tokenizers import Tokenizer
-from llm_pretrain.errors import DataError, ResourceError
+from llm_pretrain.errors import DataError
 
 TRAINING_DATE = datetime.datetime(2024, 7, 26)
 """The date given to templates in training, so that a corpus does not depend on the day."""
 
-SECONDS, SECONDS_PER_BYTE = 10.0, 2e-5
-"""Processor time that a conversation may take to render: `SECONDS`, plus `SECONDS_PER_BYTE` for each of its
-bytes. If the template has no {% generation %}, every turn is rendered again with all turns before it."""
-
 _SPACES = re.compile(r"\s+")
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A rendered conversation.
-
-    `places` holds the (start, end) in `text` of each special token that the template wrote; None if `text`
-    has no other special tokens. `spans` holds the (start, end) of each assistant turn with its end token.
-    """
-
-    text: str
-    places: list[tuple[int, int]] | None
-    spans: list[tuple[int, int]]
-
-
-class ChatTemplateError(DataError):
-    """The template rejects a conversation, or the assistant's turns cannot be located in its text."""
-
-
-class _TemplateProcess:
-    """The process that renders. The first conversation starts it, and the next one if it has ended."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._template = b""
-
-    def render(self, template: bytes, **conversation: Any) -> Rendered:
-        """Calls `ChatTemplate.rendered` in the process; `template`: the class's arguments as a line of JSON.
-
-        Raises ChatTemplateError, and ResourceError if the process was killed.
-        """
-        try:
-            answer = self._answer(template, json.dumps(conversation, default=str).encode() + b"\n")
-        except RecursionError as error:
-            raise ChatTemplateError(
-                "expected messages and tools to be flatter, found deep nesting"
-            ) from error
-        except BaseException:  # such as Ctrl-C: the next request would read this late answer
-            self.end()
-            raise
-        if "error" in answer:
-            raise ChatTemplateError(answer["error"])
-        return Rendered(**answer)
-
-    def _answer(self, template: bytes, request: bytes) -> dict[str, Any]:
-        if self._process is None:
-            self._template = b""
-            loop = "from llm_pretrain.data.chat_template import serve"
-            code = f"import sys; sys.path[:] = {sys.path!r}; {loop}; serve({SECONDS}, {SECONDS_PER_BYTE})"
-            command = [sys.executable, "-c", code]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        answer = b""
-        with contextlib.suppress(BrokenPipeError):
-            if self._template is not template:
-                stdin.write(template)
-            self._template = template
-            stdin.write(request)
-            stdin.flush()
-            answer = stdout.readline()
-        if answer.endswith(b"\n"):
-            return json.loads(answer)
-        status = self.end()
-        if status != -signal.SIGPROF:
-            raise ResourceError(
-                f"chat template: expected its process to render, found exit code {status} (out of memory?)"
-            )
-        limit = f"{SECONDS + SECONDS_PER_BYTE * len(request):.0f} s of processor time"
-        advice = "shorten the conversation, or mark the assistant's turns with {% generation %}"
-        return {"error": f"expected a template that takes up to {limit}, found one that takes more; {advice}"}
-
-    def end(self) -> int | None:
-        """Ends the process; returns its exit code, negative for a signal."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        process.kill()
-        with contextlib.suppress(BrokenPipeError):  # the request was not written completely
-            process.communicate()
-        return process.returncode
-
-
-_process = _TemplateProcess()
-atexit.register(_process.end)
 
 
 class NoChatTemplateError(DataError):
@@ -173,10 +77,10 @@ class _ChatEncoder:
         }
         tokens = {name: None if i is None else self._backend.id_to_token(i) for name, i in named.items()}
         variables = {name: token for name, token in tokens.items() if token is not None}
-        arguments = {"template": template, "special_tokens": list(self._special), "variables": variables}
-        self._template = self._tool_template = json.dumps(arguments).encode() + b"\n"
-        if (template := tokenizer.tool_template) is not None:
-            self._tool_template = json.dumps(arguments | {"template": template}).encode() + b"\n"
+        self._template = ChatTemplate(template, list(self._special), variables)
+        self._tool_template = ChatTemplate(
+            tokenizer.tool_template or template, list(self._special), variables
+        )
         unread = tokenizer.folder / "additional_chat_templates" / "tool_use.jinja"
         self._unread_template = unread if unread.exists() else None
 
@@ -194,9 +98,7 @@ class _ChatEncoder:
                 "file; save the tokenizer with save_pretrained(save_jinja_files=False)"
             )
         template = self._template if tools is None else self._tool_template
-        return _process.render(
-            template, messages=messages, tools=tools, date=date.isoformat(), is_prompt=is_prompt
-        )
+        return template.rendered(messages, tools, date, is_prompt=is_prompt)
 
     def encode(self, rendered: Rendered) -> tuple[list[int], list[int]]:
         """Returns the ids, and the position in the text where each token starts."""

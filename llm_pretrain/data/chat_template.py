@@ -1,7 +1,7 @@
-"""Renders conversations with a tokenizer's chat template, in a separate process that runs `serve`.
+"""Renders conversations with a tokenizer's chat template, in Jinja's sandbox.
 
-Jinja's sandbox denies a template files and code; limits of the process bound its time and memory. The text
-equals that of transformers' `apply_chat_template`.
+The sandbox denies a template files and code; its time and memory have no limit. The text equals that of
+transformers' `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -12,66 +12,34 @@ import functools
 import itertools
 import json
 import re
-import resource
-import signal
 import sys
 from bisect import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
-
+from llm_pretrain.errors import DataError
 from llm_pretrain.text import reason_of
-
-MEMORY, MEMORY_PER_BYTE = 1 << 29, 64
-"""Bytes of memory that a request may use: `MEMORY`, plus `MEMORY_PER_BYTE` per byte of the request."""
-CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16
-"""Characters that a rendered text may have: `CHARACTERS`, plus `CHARACTERS_PER_BYTE` per byte of the request.
-Encoding a text takes many times its size."""
 
 _PRIVATE = range(0xF0000, 0xFFFFE)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-class RenderingError(Exception):
+class ChatTemplateError(DataError):
     """The template rejects a conversation, or the assistant's turns cannot be located in its text."""
 
 
-def serve(seconds: float, seconds_per_byte: float) -> None:
-    """Answers requests, each a line of JSON, until the input ends.
+@dataclass(frozen=True)
+class Rendered:
+    """A rendered conversation.
 
-    Arguments of `ChatTemplate` set the template, without an answer. Arguments of `ChatTemplate.rendered` are
-    answered by a line with its result, or with `error`. SIGPROF ends this process if a request takes more
-    processor time than `seconds`, plus `seconds_per_byte` for each of its bytes.
+    `places` holds the (start, end) in `text` of each special token that the template wrote; None if `text`
+    has no other special tokens. `spans` holds the (start, end) of each assistant turn with its end token.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it and goes on
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    template = ChatTemplate("", [], {})
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, seconds + seconds_per_byte * len(line))
-        memory = MEMORY + MEMORY_PER_BYTE * len(line)
-        if most == resource.RLIM_INFINITY or memory < most:
-            resource.setrlimit(resource.RLIMIT_DATA, (memory, most))
-        try:
-            request = json.loads(line)
-            if "template" in request:
-                template = ChatTemplate(**request)
-                continue
-            answer = template.rendered(**request, most=CHARACTERS + CHARACTERS_PER_BYTE * len(line))
-        except MemoryError:
-            answer = {"error": f"expected a template that needs up to {memory >> 20} MiB, found more"}
-        except RecursionError:
-            answer = {"error": "expected messages and tools to be flatter, found deep nesting"}
-        except RenderingError as error:
-            answer = {"error": str(error)}
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
+
+    text: str
+    places: list[tuple[int, int]] | None
+    spans: list[tuple[int, int]]
 
 
 class ChatTemplate:
@@ -85,36 +53,37 @@ class ChatTemplate:
         self.special = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
 
     def rendered(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, date: str, is_prompt: bool, most: int
-    ) -> dict[str, Any]:
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[Any] | None,
+        date: datetime.datetime,
+        *,
+        is_prompt: bool,
+    ) -> Rendered:
         """Renders a conversation; `is_prompt` adds the header of the assistant's next turn.
 
-        Text of a message never becomes a special token.
-
-        Args:
-            date: The date that `strftime_now` writes, in ISO format.
-            most: Largest number of characters of the text.
-
-        Returns:
-            `text`; `places`: the (start, end) in `text` of each special token that the template wrote, or
-            None if `text` has no others; `spans`: the (start, end) of each assistant turn with its end token.
-
-        Raises:
-            RenderingError: the template rejects the conversation, or turns cannot be located.
+        Text of a message never becomes a special token. `date` is the one that `strftime_now` writes. Raises
+        ChatTemplateError.
         """
-        job = self._job(messages, tools, date)
-        if is_prompt:
-            return job.restored(job.render(job.messages, add_generation_prompt=True), (), most)
-        return job.restored(job.text, job.assistant_spans(), most)
+        try:
+            copied_messages, copied_tools = json.loads(json.dumps([messages, tools], default=str))
+            job = self._job(copied_messages, copied_tools, date)
+            if is_prompt:
+                return job.restored(job.render(job.messages, add_generation_prompt=True), ())
+            return job.restored(job.text, job.assistant_spans())
+        except RecursionError as error:
+            raise ChatTemplateError(
+                "expected messages and tools to be flatter, found deep nesting"
+            ) from error
 
-    def _job(self, messages: list[dict[str, Any]], tools: list[Any] | None, date: str) -> _Job:
+    def _job(self, messages: list[dict[str, Any]], tools: list[Any] | None, date: datetime.datetime) -> _Job:
         """Drops null fields like transformers. If rendering fails, sets missing content to null, then ""."""
         messages = [_with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages]
         variants = [messages]
         if any("content" not in message for message in messages):
             variants += [[{"content": content} | message for message in messages] for content in (None, "")]
         for variant in variants[:-1]:
-            with contextlib.suppress(RenderingError):
+            with contextlib.suppress(ChatTemplateError):
                 return _Job(self, variant, tools, date)
         return _Job(self, variants[-1], tools, date)
 
@@ -122,15 +91,20 @@ class ChatTemplate:
 class _Job:
     """Renders one conversation: puts placeholders for special tokens in messages, renders, restores them."""
 
-    def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, date: str):
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        date: datetime.datetime,
+    ):
         self._names, self._index, self._special = template.names, template.index, template.special
         seen = set(json.dumps([messages, tools], ensure_ascii=False) + template.text)
         free = (chr(code) for code in _PRIVATE if chr(code) not in seen)
         self._open, self._close, self._begin, self._end, self._probe = (next(free) for _ in range(5))
         self._placeholder = re.compile(f"{self._open}(\\d+){self._close}")
         self.messages = self._guarded(messages)
-        now = datetime.datetime.fromisoformat(date)
-        self._variables = {"tools": self._guarded(tools), "strftime_now": now.strftime} | template.variables
+        self._variables = {"tools": self._guarded(tools), "strftime_now": date.strftime} | template.variables
         self._compiled = _compiled(template.text, self._begin, self._end)
         self._has_marks = bool(_GENERATION.search(template.text))
         self.text, self._marked = self._without_marks(self._raw(self.messages, False))
@@ -150,7 +124,7 @@ class _Job:
         except MemoryError:
             raise
         except Exception as error:  # a template can raise any exception
-            raise RenderingError(
+            raise ChatTemplateError(
                 f"expected a conversation that the template takes, found: {reason_of(error):.300}"
             ) from error
 
@@ -176,7 +150,7 @@ class _Job:
         turns = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
         spans = [self._span(turn) for turn in turns]
         if not spans or any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
-            raise RenderingError(
+            raise ChatTemplateError(
                 "expected a template that shows where the assistant's turns are, found none; "
                 "mark them in it with {% generation %}"
             )
@@ -225,7 +199,7 @@ class _Job:
             count = alone.count(last[0], alone.rfind(content) if content else start)
             closing = same[: max(1, count)][-1]
         if closing is None:
-            raise RenderingError("expected turns that end in a special token, found none in the template")
+            raise ChatTemplateError("expected turns that end in a special token, found none in the template")
         return start, closing.end()
 
     def _start(self, turn: int) -> int:
@@ -234,10 +208,10 @@ class _Job:
             if self.text.startswith(head):
                 return len(head)
             before = self.render(self.messages[:turn])
-        except RenderingError:
+        except ChatTemplateError:
             if turn:
                 raise
-            raise RenderingError(
+            raise ChatTemplateError(
                 "expected a user's message before the assistant's first, found none"
             ) from None
         common = next(
@@ -248,7 +222,7 @@ class _Job:
         shared = max((end for end in inside if end <= common), default=-1)
         is_shared = head.startswith(before) and head[len(before) : max(shared, 0)].strip()
         if not is_shared or common < len(before):
-            raise RenderingError(
+            raise ChatTemplateError(
                 "expected a template that shows earlier turns as it showed them, found another; "
                 "mark the assistant's turns in it with {% generation %}"
             )
@@ -273,15 +247,15 @@ class _Job:
                 message["content"] = f"{text}{self._probe}{number}{self._probe}{content[len(text) :]}"
         try:
             parts = re.split(f"{self._probe}(\\d+){self._probe}", self.render(messages))
-        except RenderingError:
+        except ChatTemplateError:
             return {}
         if "".join(parts[::2]) != self.text:
             return {}
         places = itertools.accumulate(map(len, parts[::2]))
         return {int(number): place for number, place in zip(parts[1::2], places, strict=False)}
 
-    def restored(self, text: str, spans: Sequence[tuple[int, int]], most: int) -> dict[str, Any]:
-        """Replaces placeholders by special tokens and moves `spans` along. Returns the dict of `rendered`."""
+    def restored(self, text: str, spans: Sequence[tuple[int, int]]) -> Rendered:
+        """Replaces placeholders by special tokens and moves `spans` along."""
         parts: list[str] = []
         literal: set[tuple[int, int]] = set()
         ends, shifts, position, length = [0], [0], 0, 0
@@ -294,22 +268,23 @@ class _Job:
             shifts.append(length - position)
         restored = "".join([*parts, text[position:]])
         if self._open in restored or self._close in restored:
-            raise RenderingError(
+            raise ChatTemplateError(
                 "expected content without special tokens, as this template alters it, found one"
             )
-        if len(restored) > most:
-            raise RenderingError(f"expected at most {most} characters, found a template that makes more")
         try:
             restored.encode("utf-8")
         except UnicodeEncodeError as error:
             code = ord(restored[error.start])
-            raise RenderingError(f"expected text, found the lone surrogate U+{code:04X}") from error
+            raise ChatTemplateError(f"expected text, found the lone surrogate U+{code:04X}") from error
         found = (match.span() for match in self._special.finditer(restored)) if literal else ()
-        return {
-            "text": restored,
-            "places": [span for span in found if span not in literal] if literal else None,
-            "spans": [[place + shifts[bisect(ends, place) - 1] for place in span] for span in spans],
-        }
+        return Rendered(
+            restored,
+            [span for span in found if span not in literal] if literal else None,
+            [
+                (start + shifts[bisect(ends, start) - 1], end + shifts[bisect(ends, end) - 1])
+                for start, end in spans
+            ],
+        )
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -322,6 +297,9 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str, begin: str, end: str) -> Any:
     """Compiles a template as transformers does; writes `begin` and `end` around {% generation %} blocks."""
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}…{% endgeneration %}` around the assistant's turn."""
@@ -350,4 +328,4 @@ def _compiled(template: str, begin: str, end: str) -> Any:
     try:
         return environment.from_string(template)
     except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
-        raise RenderingError(f"expected a Jinja template, found: {reason_of(error)}") from error
+        raise ChatTemplateError(f"expected a Jinja template, found: {reason_of(error)}") from error

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_pretrain.errors import ConfigError, DataError
+from llm_pretrain.errors import ConfigError
 from llm_pretrain.forecast.family import Sizes
 from llm_pretrain.forecast.ladder_runs import ladder_runs, run_folder, rung_runs
 from llm_pretrain.forecast.points import (
     LADDER_FILE,
-    POINTS_FILE,
     Ladder,
     Point,
     Rung,
@@ -142,7 +141,7 @@ def read_ladder(folder: str | Path) -> Ladder:
 
     Raises:
         ConfigError: the folder has no ladder.
-        DataError: a file of the ladder is damaged, or the points are another ladder's.
+        DataError: a file of the ladder is damaged.
     """
     ladder = read_unmeasured(folder)
     if ladder is None:
@@ -150,20 +149,7 @@ def read_ladder(folder: str | Path) -> Ladder:
             f"{folder}: expected a ladder's folder, with {LADDER_FILE}, found none; make one with "
             "`llm-pretrain ladder`"
         )
-    points, sizes, seen = read_points(ladder.folder), Sizes(ladder.base), set[Any]()
-    widths = [rung.hidden_size for rung in ladder.rungs]
-    for number, point in enumerate(points, start=1):
-        own = None
-        if point.hidden_size in widths and point.key not in seen:
-            steps = point.tokens // ladder.base.training.tokens_per_step
-            own = Training.of(sizes.of(point.hidden_size), steps, ladder.unique_tokens)
-        seen.add(point.key)
-        if own is None or dataclasses.asdict(own).items() - dataclasses.asdict(point).items():
-            raise DataError(
-                f"{ladder.folder / POINTS_FILE}:{number}: expected a point of this ladder, each once, found "
-                f"hidden size {point.hidden_size} after {point.tokens:,} tokens"
-            )
-    return dataclasses.replace(ladder, points=points)
+    return dataclasses.replace(ladder, points=read_points(ladder.folder))
 
 
 def flops_per_second(ladder: Ladder) -> float | None:

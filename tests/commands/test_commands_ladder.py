@@ -218,21 +218,6 @@ def test_runs_side_by_side_use_the_cores_and_no_more(cores):
     assert cores - threads < slots * threads <= cores
 
 
-def test_a_comparison_takes_no_option_of_a_ladder(tmp_path, capsys):
-    folders = [str(make_ladder(tmp_path / name).folder) for name in ("a", "b")]
-    for options in (["--budget", "1h"], ["--run.name", "x"]):
-        assert main(["ladder", "--compare", *folders, *options]) == 2
-        error = capsys.readouterr().err
-        assert error.endswith(f"--compare: expected two folders and no other option, found {options[0]}\n")
-    points = Path(folders[1]) / "points.jsonl"
-    points.write_text("".join(points.read_text().splitlines(keepends=True)[:-1]))
-    assert main(["ladder", "--compare", *folders]) == 0
-    missing = f"warning: {folders[1]}: hidden size 128: 1 of 3 decayed points are missing"
-    printed = capsys.readouterr().out.splitlines()
-    assert missing in printed
-    assert printed[-1] == "ratios from 1.000 to 1.000, median 1.000; below 1 the second needs less"
-
-
 @pytest.fixture
 def measured(monkeypatch) -> list[int]:
     """Hidden sizes whose speed is measured: 1e11 FLOP/s in two slots."""

@@ -53,7 +53,6 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
     "chat": [
         ("nowhere", 74, "config.json: expected"),
         ("RUN/weights --top_p 2", 2, "--top_p: expected"),
-        ("RUN/weights --system \udcff", 2, "--system: expected UTF-8"),
     ],
     "configs": [
         ("--folder empty", 2, "expected a folder with presets"),
@@ -69,7 +68,6 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--accelerate_config list.yaml", 2, "expected Accelerate's settings"),
     ],
     "estimate": [
-        ("--gpu abacus", 2, "--gpu: expected one of"),
         ("--mfu 1.5", 2, "--mfu: expected at most 1"),
         ("--world-size 0", 2, "--world_size: expected more than 0, found 0"),
         ("--tokens 0", 2, "--tokens: expected at least 1, found 0.0"),
@@ -103,7 +101,6 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
                 *(("--top_k", "-1"), ("--top_p", "0"), ("--top_p", "1.5"), ("--temperature", "nan")),
                 *(("--max_new_tokens", "-1"), ("--num_samples", "0")),
                 *(("--seed", "-1"), ("--device", "nonsense"), ("--device", "meta"), ("--device", "hpu")),
-                ("--prompt", "\udce4"),
             )
         ),
         ("RUN --prompt_file -", 65, "found byte 0xff at offset 2"),
@@ -136,14 +133,10 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--mesh ep", 2, "expected a divisor of model.num_experts, 0, found 2"),
         ("--world-size 2 --distributed.strategy fsdp --distributed.dp_shard_size 3", 2, "configured W=2 is"),
         ("--precision fp8", 2, "--precision: expected some of fp32, bf16, fp16, found 'fp8'"),
-        ("--training.micro_batch_size 24", 2, "found 2 * 24 = 48; 2, 3, 4, 6 or 12 would"),
+        ("--training.micro_batch_size 24", 2, "found 2 * 24 = 48"),
         ("--paths torchrun --world-size 1", 2, "expected two or more runs of one precision"),
         ("--world-size 1 --precision fp16", 2, "silently train in fp32"),
         ("--data.sources '[{store: /nowhere}]'", 65, "/nowhere"),
-        ("--interrupt torchrun@2", 2, "--interrupt: expected PATH@PROCESSES:STEP"),
-        ("--interrupt trainer@1:5", 2, "--interrupt: expected PATH@PROCESSES:STEP"),
-        ("--interrupt torchrun@1:9,torchrun@1:5", 2, "expected ascending steps from 2 on"),
-        ("--interrupt torchrun@1:17 --steps 17", 2, "--steps: expected more than 17"),
     ],
     "prepare": [("--input missing.jsonl", 65, "missing.jsonl")],
     "replay": [
@@ -163,8 +156,6 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("RUN --output /proc/report.html", 73, "/proc/report.html: cannot be"),
     ],
     "simulate": [
-        ("--gpu abacus", 2, "--gpu: expected one of a100, h100, h200, b200, 4090, found 'abacus'"),
-        ("", 2, "--gpu: expected one of a100, h100, h200, b200, 4090, found none; or set --memory_gb"),
         ("--gpu h100 --world-size 0", 2, "--world-size: expected 1 or more, found 0"),
         ("--gpu h100 --search 1", 2, "--search: expected 2 GPUs or more, found 1"),
         ("--gpu h100 --world-size 2", 2, "expected fsdp for a simulation of several processes, found ddp"),

@@ -23,24 +23,18 @@ from llm_pretrain.audit.comparison import (
     tolerance_of,
 )
 from llm_pretrain.audit.parity import (
-    InterruptedAttempt,
-    InterruptedResult,
     VariantResult,
     VariantRun,
-    compare_interrupted,
     compare_variants,
     is_violated,
 )
 from llm_pretrain.audit.variants import (
     LEAST_RANKS,
-    Interruption,
     ParityPlan,
     Variant,
     build_variants,
-    choose_save_steps,
     distributed_of,
     make_plan,
-    parse_interruptions,
 )
 from llm_pretrain.commands import parity
 from llm_pretrain.commands.parity import render
@@ -361,9 +355,9 @@ def test_a_variant_is_compared_with_its_split_on_another_path_or_with_the_first(
         two.run.variant,
     )
     assert [each.comparison.verdict for each in results] == ["identical", "identical", "identical", "differs"]
-    assert is_violated(results, None)
-    assert not is_violated(results[:3], None)
-    text = render(results, None)
+    assert is_violated(results)
+    assert not is_violated(results[:3])
+    text = render(results)
     assert "accelerate W=2 A=2 fp32 differs first at step 3 train/loss: expected" in text
     assert text.splitlines()[1].split()[:7] == ["torchrun", "ddp", "1", "4", "4", "fp32", "reference"]
 
@@ -376,8 +370,8 @@ def test_a_failed_launch_is_a_violation_and_reports_its_first_difference(tmp_pat
     assert results[1].comparison.verdict == "failed"
     assert results[1].comparison.first is not None
     assert results[1].comparison.first.key == "data/batch_sha256"
-    assert is_violated(results, None)
-    text = render(results, None)
+    assert is_violated(results)
+    text = render(results)
     assert "ValueError: the cause" in text
     assert str(runs[1].log) in text
 
@@ -398,44 +392,6 @@ def test_a_run_without_rows_is_no_reference(tmp_path):
     assert [each.comparison.verdict for each in results] == ["differs", "differs"]
     (alone,) = compare_variants([run_of(ONE, tmp_path / "alone", rows())], DENSE, STEPS)
     assert alone.comparison.verdict == "not compared"
-
-
-def attempts(*starts: tuple[int, int, int]) -> list[InterruptedAttempt]:
-    """(world size, checkpoint, first step) of each attempt."""
-    return [
-        InterruptedAttempt("torchrun", size, checkpoint, first, STEPS, True)
-        for size, checkpoint, first in starts
-    ]
-
-
-def interrupted(folder: Path, made: dict[int, dict[str, Any]], *starts: tuple[int, int, int]) -> Any:
-    reference = run_of(ONE, folder, rows())
-    make_run(folder / "interrupted", made.values())
-    return compare_interrupted(reference, folder / "interrupted", attempts(*starts), DENSE, STEPS)
-
-
-@pytest.mark.parametrize(("step", "verdict"), [(3, "differs"), (4, "within bound"), (5, "within bound")])
-def test_an_interrupted_run_has_bounds_from_the_first_other_world_size_on(tmp_path, step, verdict):
-    """Also where it returns to the first world size later."""
-    loss = rows()[step]["train/loss"]
-    other = rows(loss={step: loss * (1 + 1e-7)}, digest={step: "a"})
-    comparison = interrupted(tmp_path, other, (1, 0, 1), (2, 3, 4), (1, 4, 5))
-    assert comparison.verdict == verdict
-
-
-@pytest.mark.parametrize("start", [1, 4])
-def test_an_attempt_that_does_not_begin_after_its_checkpoint_is_a_violation(tmp_path, start):
-    """Also where it silently starts from zero and repeats the right rows."""
-    reference = run_of(ONE, tmp_path, rows())
-    make_run(tmp_path / "interrupted", rows().values())
-    text = f"began at step {start}, expected 3 after the checkpoint of step 2"
-    violation = Difference(start, "step", text=text)
-    begun = [*attempts((1, 0, 1)), InterruptedAttempt("accelerate", 1, 2, start, STEPS, False, violation)]
-    comparison = compare_interrupted(reference, tmp_path / "interrupted", begun, DENSE, STEPS)
-    assert comparison.verdict == "differs"
-    shown = InterruptedResult("accelerate@1:3", tmp_path, tmp_path / "log", comparison, begun)
-    assert is_violated([], shown)
-    assert "expected 3 after the checkpoint of step 2" in render([], shown)
 
 
 def test_two_folders_are_compared_by_the_rows_that_they_have(tmp_path):
@@ -506,12 +462,3 @@ def test_every_world_size_has_the_meshes_that_it_permits(plain_store):
     }
     assert len(plan.notes) == 4 * 7 - len(plan.variants) // 2
     assert "2x2 W=1 is left out: expected 4 processes" in plan.notes
-
-
-def test_interruptions_are_read_and_come_after_a_checkpoint():
-    first, second = parse_interruptions("torchrun@2:17, accelerate@1:31")
-    assert (first.path, first.world_size, first.step) == ("torchrun", 2, 17)
-    assert (second.path, second.world_size, second.step) == ("accelerate", 1, 31)
-    at_17, at_2 = [first, second], [Interruption("torchrun", 1, 2)]
-    assert [choose_save_steps(configured, at_17) for configured in (10, 500, 0, 17)] == [10, 5, 5, 5]
-    assert choose_save_steps(500, at_2) == 1

@@ -98,13 +98,13 @@ def test_flops_become_a_configuration(folder, capsys, monkeypatch):
         assert min(abs(count / counts[best] / ratio - 1) for count in counts) < 0.35
 
 
-def test_money_becomes_a_configuration_for_gpus(folder, capsys, monkeypatch):
+def test_a_time_of_gpus_becomes_a_configuration_for_them(folder, capsys, monkeypatch):
     """A GPU computes in bf16, whatever the ladder did, and its time pays for evaluations too."""
     monkeypatch.setitem(GPU_GB, "h100", 0.001)
-    options = ["--cost", "0.1", "--gpu", "h100", "--world-size", "2", "--price", "2.5"]
+    options = ["--time", "1m12s", "--gpu", "H100", "--world-size", "2"]
     assert plan(folder, *options) == 0
     text = capsys.readouterr().out
-    assert "plan for 1m12s, 0.10 on 2 x h100" in text
+    assert "plan for 1m12s on 2 x h100" in text
     assert re.search(r"compute     \S+ FLOPs, (1m11s|1m12s)", text)
     assert "warning: the run computes in bf16, the ladder in fp32" in text
     assert "a GPU has 976.6 KiB: divide the model, `llm-pretrain simulate" in text
@@ -187,14 +187,7 @@ def test_a_file_of_another_is_not_replaced(folder, capsys):
 
 
 WRONG: dict[str, tuple[Sequence[str], str]] = {
-    "no budget": ([], "expected one budget, --time, --flops or --cost, found none"),
-    "money for nothing": (["--cost", "5"], "--cost: expected together with --gpu and --price"),
-    "money without a sum": (["--time", "1h", "--price", "2"], "--price: expected together with --cost"),
     "no end": (["--flops", "inf"], "--flops: expected a number above 0 up to 1e+27, found inf"),
-    "too much money": (
-        ["--cost", "1e20", "--price", "1", "--gpu", "h100"],
-        "--cost: expected at most 10 years of GPUs, found 3.6e+23 seconds",
-    ),
     "too little": (["--flops", "1e6"], "expected a budget for"),
     "ranks": (["--flops", "1e14", "--world-size", "7"], "--world-size: expected a divisor of the ladder's"),
 }

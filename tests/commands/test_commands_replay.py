@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.corruption_plan import gradient
-from support.forked_replay import content_of, copy_of, rewrite_checkpoint, rewrite_rows, run_replay
+from support.forked_replay import CONTEXT, content_of, copy_of, rewrite_checkpoint, rewrite_rows, run_replay
 from support.launching import train_tiny
 
 from llm_pretrain.__main__ import main
@@ -305,6 +305,14 @@ def test_a_checkpoint_deleted_meanwhile_is_not_compared(run, honest, tmp_path):
     result = compare_segment(segment, rows, plan.rows(segment), honest, [then])
     assert (result.verdict, result.first) == ("not compared", None)
     assert "was deleted meanwhile" in result.note
+
+
+def test_a_segment_with_a_rollback_is_not_replayed(run, tmp_path):
+    rewrite_rows(run, lambda row: row.update({"train/skipped": "rollback"}) if row["step"] == 6 else None)
+    plan = plan_of(run, "--output", str(tmp_path / "out"))
+    result = replay.replay_segment(plan, plan.segments[1], CONTEXT)
+    assert result.verdict == "not replayed"
+    assert "step 6 was rolled back" in result.note
 
 
 def test_why_bits_are_not_promised(run):

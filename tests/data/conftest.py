@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from support.corpora import make_store
 
-from llm_pretrain.data import chat
 from llm_pretrain.data.store import TokenStore
 
 
@@ -21,12 +18,3 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
 def masked_store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
     """150 documents, half of them prompts with ragged completions."""
     return make_store(tmp_path_factory.mktemp("masked") / "store", documents=150, seed=7, masked=True)
-
-
-@pytest.fixture
-def short_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Chat templates are given half a second of processor time."""
-    chat._process.end()
-    monkeypatch.setattr(chat, "SECONDS", 0.5)
-    yield
-    chat._process.end()

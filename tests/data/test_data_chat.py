@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
-from llm_pretrain.data import chat as rendering
 from llm_pretrain.data.chat import (
     ChatTemplateError,
     NoChatTemplateError,
@@ -21,7 +20,7 @@ from llm_pretrain.data.chat import (
 from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.tokenizer_training import train_tokenizer
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
-from llm_pretrain.errors import DataError, ResourceError
+from llm_pretrain.errors import DataError
 
 CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
@@ -263,53 +262,6 @@ def test_a_template_error_is_one_line(tmp_path: Path, template: str, messages: l
     assert "\n" not in str(caught.value)
 
 
-DOUBLED = "{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x = BOTH %}{% endfor %}"
-LIMITS = {"seconds": "takes up to 1 s", "memory": "MiB, found more", "length": "makes more"}
-BOMBS = {
-    "{% set x = lipsum(n=100000000) %}": "seconds",
-    "{{ messages[0].content * 9999999 }}": "length",
-    '{{ (1).to_bytes(4000000000, "big") }}': "memory",
-    '{{ "a".encode() * 3000000000 }}': "memory",
-    "{{ ['x'] * 99999999999 }}": "memory",
-    '{{ "%4000000000d" % 1 }}': "memory",
-    '{{ ("a" * 9999).translate({97: "a" * 99999}) }}': "memory",
-    "{{ 'x'.ljust(99999999999) }}": "memory",
-    "{{ '{:99999999999}'.format(1) }}": "memory",
-    DOUBLED.replace("BOTH", "n.x ~ n.x"): "memory",
-}
-MORE_BOMBS = {
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "seconds",
-    "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}": "seconds",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}": "seconds",
-    "{{ 'x' * 99999999999 }}": "memory",
-    "{{ '%99999999999d' | format(1) }}": "memory",
-    "{{ 'x' | center(99999999999) }}": "memory",
-    "{{ 'x' | indent(99999999999) }}": "memory",
-    DOUBLED.replace("BOTH", "n.x + n.x"): "memory",
-    DOUBLED.replace("BOTH", "[n.x, n.x] | join"): "memory",
-    DOUBLED.replace("{% set n.x = BOTH %}", "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}"): "memory",
-}
-
-
-@pytest.mark.parametrize(
-    "bomb", [*BOMBS, *(pytest.param(bomb, marks=pytest.mark.slow) for bomb in MORE_BOMBS)]
-)
-def test_a_template_that_needs_too_much_is_one_line(
-    tmp_path: Path, bomb: str, request: pytest.FixtureRequest
-):
-    """The bomb goes off with one message, whose error is one line; conversations after it are encoded."""
-    limit = (BOMBS | MORE_BOMBS)[bomb]
-    if limit == "seconds":
-        request.getfixturevalue("short_limit")
-    on_request = "{% if messages[0].content == 'go' %}" + bomb + "{% endif %}" + MARKED
-    tokenizer = chat_tokenizer(tmp_path / "tokenizer", on_request)
-    before = encode_chat(tokenizer, MESSAGES)
-    with pytest.raises(ChatTemplateError, match=LIMITS[limit]) as caught:
-        encode_chat(tokenizer, [{"role": "user", "content": "go"}, MESSAGES[2]])
-    assert "\n" not in str(caught.value)
-    assert encode_chat(tokenizer, MESSAGES) == before
-
-
 def test_a_conversation_that_the_template_refuses_is_a_bad_record(tmp_path: Path):
     refusal = (
         "{% for m in messages %}{% if m.content == 'go' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
@@ -323,19 +275,6 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_record(tmp_path: Path
     store = prepare_store(replace(preparation, on_error="skip"))
     assert store.facts["skipped"] == {"chat template": 1}
     assert store.facts["splits"]["train"]["documents"] == 2
-
-
-def test_a_killed_template_process_is_no_fault_of_the_record(tmp_path: Path):
-    """As the kernel kills it where memory is short: to skip the record would lose it."""
-    tokenizer = chat_tokenizer(tmp_path / "tokenizer", MARKED)
-    before = encode_chat(tokenizer, MESSAGES)
-    process = rendering._process._process
-    assert process is not None
-    process.kill()
-    process.wait()
-    with pytest.raises(ResourceError, match=r"chat template: .* found exit code -9 \(out of memory\?\)$"):
-        encode_chat(tokenizer, MESSAGES)
-    assert encode_chat(tokenizer, MESSAGES) == before
 
 
 def test_a_tokenizer_without_a_template_is_named(tmp_path: Path):

@@ -171,22 +171,3 @@ def test_few_choices_are_shown_to_be_ties(
     printed = capsys.readouterr().out
     assert "again  torchrun W=1 A=3 bf16 and torchrun W=3 A=1 bf16 ep" in printed
     assert re.search(r"choices that differ then: [1-9], between scores at most", printed)
-
-
-def test_an_interrupted_run_continues_on_other_paths_and_world_sizes(
-    small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    more = ("--world-size", "1", "--interrupt", "torchrun@2:17,accelerate@1:31")
-    code = main(["parity", *options("tiny-moe", small_store, tmp_path, *more)])
-    result = parity_of(tmp_path)
-    assert code == 0, capsys.readouterr().out
-    interrupted = result["interrupted"]
-    assert interrupted["verdict"] == "within bound"
-    first, second, third = interrupted["attempts"]
-    assert [(each["path"], each["world_size"]) for each in (first, second, third)] == [
-        ("torchrun", 1), ("torchrun", 2), ("accelerate", 1),
-    ]  # fmt: skip
-    assert (first["first_step"], second["checkpoint"]) == (1, second["first_step"] - 1)
-    assert second["checkpoint"] >= 15
-    assert third["checkpoint"] >= 30
-    assert third["last_step"] == result["steps"] == 40

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 from support.forked_replay import content_of, copy_of, launch_until, run_replay
 from support.launching import ROOT, launch
-from support.poisoning import DATA_OPTIONS, POISONED, poisoned_store
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.files import read_json
 from llm_pretrain.launch.jobs import Job
-from llm_pretrain.runs.rows import rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -100,24 +98,3 @@ def test_attempts_that_were_launched_otherwise(plain_store: Path, tmp_path: Path
     assert legs[0] == (1, starts[1] - 1, "torchrun", 1)
     assert legs[1][2:] == ("accelerate", 2)
     assert legs[2][2:] == ("torchrun", 2)
-
-
-def test_a_run_that_rolled_back(tmp_path: Path):
-    """The rollback goes to the checkpoint of a step before the segment's, and to one within it."""
-    store = poisoned_store(tmp_path / "poison")
-    spiky = [
-        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), *DATA_OPTIONS),
-        *("--data.sources", f"[{{store: {store}}}]", "--training.spike_action", "rollback"),
-        *("--optimizer.learning_rate", "3e-2", "--schedule.name", "constant"),
-        *("--checkpoint.save_steps", "4", "--evaluation.eval_steps", "0", "--logging.logging_steps", "1"),
-        *("--training.precision", "fp32", "--distributed.cpu_threads", "1", "--checkpoint.keep_last", "99"),
-    ]
-    run = launch("torchrun", 1, tmp_path / "run", spiky).folder
-    assert rows_of(run)[POISONED[0]]["train/skipped"] == "rollback"
-    begin, end = 16, 20
-    assert begin < POISONED[0] < end
-    code, result = run_replay(run, tmp_path / "out", "--from", str(begin), "--to", str(end))
-    assert (code, verdicts(result)) == (0, ["identical"])
-    (run / "checkpoints" / f"step-{begin:08d}").rename(tmp_path / "deleted")
-    code, result = run_replay(run, tmp_path / "longer", "--from", str(begin), "--to", str(end))
-    assert (code, verdicts(result)) == (0, ["identical"])

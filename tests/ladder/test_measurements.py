@@ -125,11 +125,8 @@ def test_what_is_no_ladder_is_named(ladder):
 
 
 DAMAGE: dict[str, tuple[str, object]] = {
-    "a rung without branches": ("rungs", [{"hidden_size": 32, "branches": []}]),
     "a budget that is no text": ("budget", 5),
     "a base of another time": ("base", {"model": {"hidden_sizes": 3}}),
-    "branches that fall": ("rungs", [{"hidden_size": 32, "branches": [4, 3]}]),
-    "a size twice": ("rungs", [{"hidden_size": 32, "branches": [1]}] * 2),
     "a size of another family": ("rungs", [{"hidden_size": 33, "branches": [1]}]),
 }
 
@@ -144,20 +141,13 @@ def test_a_damaged_plan_is_named_with_its_file(ladder, name):
         read_ladder(ladder.folder)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *[("tokens", 0), ("flops", 1e300), ("loss", float("nan")), ("hidden_size", 48), ("flops", 1e14)],
-        ("loss", 2.0),  # twice
-    ],
-)
+@pytest.mark.parametrize(("key", "value"), [("tokens", 0), ("loss", float("nan"))])
 def test_a_point_that_cannot_be_is_named_with_its_line(ladder, key, value):
     ladder.write()
     others = {"loss": 6.0, "bits_per_byte": None, "decayed": True}
     size = Sizes(ladder.base).of(32)
     first, second = (
-        dataclasses.asdict(Training.of(size, steps, ladder.unique_tokens)) | others
-        for steps in ((1, 2) if (key, value) != ("loss", 2.0) else (1, 1))
+        dataclasses.asdict(Training.of(size, steps, ladder.unique_tokens)) | others for steps in (1, 2)
     )
     file = ladder.folder / "points.jsonl"
     file.write_text(json.dumps(first) + "\n")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.simulated_meshes import OnCopies
 
 from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.tree import Config
@@ -147,7 +148,7 @@ def test_middle_micro_batches_of_a_pipeline_stand_for_more(monkeypatch):
 def test_a_simulated_peak_is_a_computed_one(monkeypatch):
     """To the byte; a storage whose end is not seen would change it."""
     alone = config(MOE, 1, micro_batches=2)
-    computed = simulated(alone, 1, real=True)
+    computed = simulated(alone, 1, real=OnCopies())
     assert simulated(alone, 1).peak == computed.peak
     monkeypatch.setattr(Tracker, "_free", lambda self, key: self._serials.pop(key))
     assert simulated(alone, 1).peak > computed.peak

@@ -19,6 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from llm_pretrain.config.loading import load_config
 from llm_pretrain.config.mesh_checks import check_mesh
@@ -119,6 +123,43 @@ def plain(trace: Trace) -> dict[str, Any]:
     return {"peak": trace.peak, "collectives": rows}
 
 
+_NOT_COPIED = ("send", "recv_", "wait_tensor")
+"""Operations that get the originals: no thread keeps these, and a send ends only when it is received."""
+
+
+class OnCopies(TorchDispatchMode):
+    """Makes collectives end before they return, and gives Gloo copies of the tensors.
+
+    Gloo's threads keep tensors for some time after the result is there, so autograd copies a gradient too.
+    Gloo also reduces and scatters in a buffer of its own. Neither memory belongs to the step.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_functional = func.namespace == "_c10d_functional"
+        if not (is_functional or func.namespace == "c10d") or func._opname in _NOT_COPIED:
+            return func(*args, **(kwargs or {}))
+        given, structure = tree_flatten((args, kwargs or {}))
+        copies = [each.clone() if isinstance(each, Tensor) else each for each in given]
+        copied, options = tree_unflatten(copies, structure)
+        out = func(*copied, **options)
+        originals = {id(copy): each for copy, each in zip(copies, given, strict=True)}
+
+        def finished(each: Any) -> Any:
+            if is_functional:
+                return torch.ops._c10d_functional.wait_tensor(each).clone()
+            if isinstance(each, Tensor):
+                return originals[id(each)]
+            dist.Work.unbox(each).wait()
+            return FakeWork().boxed()
+
+        out = tree_map(finished, out)
+        if not is_functional:
+            for copy, each in zip(copies, given, strict=True):
+                if isinstance(each, Tensor):
+                    each.copy_(copy)
+        return out
+
+
 def run_rank(config: Config, rank: int, folder: Path) -> None:
     """Compute every mesh's step with three others; the ranks that are compared write what they did."""
     for number, (world_size, sizes) in enumerate(meshes(config).values()):
@@ -126,7 +167,7 @@ def run_rank(config: Config, rank: int, folder: Path) -> None:
             continue
         file = f"file://{folder / str(number)}"
         dist.init_process_group("gloo", init_method=file, rank=rank, world_size=world_size)
-        trace = traced_step(small(config, world_size, sizes), _CPU, real=True)
+        trace = traced_step(small(config, world_size, sizes), _CPU, real=OnCopies())
         dist.barrier()
         dist.destroy_process_group()
         if rank in traced_ranks(world_size, sizes):

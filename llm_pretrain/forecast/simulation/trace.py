@@ -14,13 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.assembly import Batch, padded_offsets
@@ -93,13 +90,15 @@ class Padding:
     factor: float
 
 
-def traced_step(config: Config, device: torch.device, *, real: bool = False, observe: Any = None) -> Trace:
+def traced_step(
+    config: Config, device: torch.device, *, real: TorchDispatchMode | None = None, observe: Any = None
+) -> Trace:
     """Run a step in the process group that exists.
 
     Args:
         config: Resolved, with `model.vocab_size`.
         device: The CPU or the simulated GPU.
-        real: Compute with values, on a CPU.
+        real: Mode under which to compute with values, on a CPU; None: compute without values.
         observe: See `Tracker`.
     """
     tracker = Tracker(device.type, observe)
@@ -110,13 +109,13 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
             function.cache_clear()
             stack.callback(function.cache_clear)  # no fake tensor may stay in a cache
         stack.enter_context(outside_a_run())
-        stack.enter_context(even_router(real=real))
-        if not real:
+        stack.enter_context(even_router(real=real is not None))
+        if real is None:
             stack.enter_context(without_values())
-        engine = (TorchrunEngine if real else _WithoutValues)(config, device)
-        stack.enter_context(_OnCopies() if real else FakeTensorMode(allow_non_fake_inputs=True))
+        engine = (_WithoutValues if real is None else TorchrunEngine)(config, device)
+        stack.enter_context(real or FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(tracked(tracker))
-        decide = _prepared(engine, config, real=real)
+        decide = _prepared(engine, config, real=real is not None)
         model, optimizer = engine.model_and_optimizer()
         padding = _padding(model)
         _make_state(optimizer)
@@ -238,43 +237,6 @@ def _tell_phases(engine: Any, tracker: Tracker) -> None:
         return clip(parameters, max_norm)
 
     engine.forward, engine.objective, engine.clip_grad_norm = run_forward, run_objective, run_clip
-
-
-_NOT_COPIED = ("send", "recv_", "wait_tensor")
-"""Operations that get the originals: no thread keeps these, and a send ends only when it is received."""
-
-
-class _OnCopies(TorchDispatchMode):
-    """Makes collectives end before they return, and gives Gloo copies of the tensors.
-
-    Gloo's threads keep tensors for some time after the result is there, so autograd copies a gradient too.
-    Gloo also reduces and scatters in a buffer of its own. Neither memory belongs to the step.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_functional = func.namespace == "_c10d_functional"
-        if not (is_functional or func.namespace == "c10d") or func._opname in _NOT_COPIED:
-            return func(*args, **(kwargs or {}))
-        given, structure = tree_flatten((args, kwargs or {}))
-        copies = [each.clone() if isinstance(each, Tensor) else each for each in given]
-        copied, options = tree_unflatten(copies, structure)
-        out = func(*copied, **options)
-        originals = {id(copy): each for copy, each in zip(copies, given, strict=True)}
-
-        def finished(each: Any) -> Any:
-            if is_functional:
-                return torch.ops._c10d_functional.wait_tensor(each).clone()
-            if isinstance(each, Tensor):
-                return originals[id(each)]
-            dist.Work.unbox(each).wait()
-            return FakeWork().boxed()
-
-        out = tree_map(finished, out)
-        if not is_functional:
-            for copy, each in zip(copies, given, strict=True):
-                if isinstance(each, Tensor):
-                    each.copy_(copy)
-        return out
 
 
 def micro_batch(config: Config, device: torch.device, index: int) -> Batch:
