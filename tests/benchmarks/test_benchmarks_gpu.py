@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.__main__ import main
-from benchmarks.gpu import rounds
-from benchmarks.gpu.parts import CASES, Case, case_options, dense_twin
+from benchmarks.gpu import parts, rounds
+from benchmarks.gpu.parts import CASES, Case, Context, case_options, dense_twin
 from benchmarks.gpu.rounds import Part
+from benchmarks.gpu.where import busy, read_kernels
 from benchmarks.measuring import ROOT
 from llm_pretrain.config.loading import load_config, resolve_model
 from llm_pretrain.model.sizes import flops_per_token
@@ -119,3 +123,58 @@ def test_a_dense_twin_has_the_mixtures_flops(name):
     assert flops(twin) == pytest.approx(flops(CASES[name]), rel=0.02)
     if name == "mixture":  # the pair of which lower bounds are counted
         assert flops(twin) == flops(CASES["dense of equal FLOPs"])
+
+
+def test_carried_wheels_reach_what_a_part_launches(monkeypatch, tmp_path):
+    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "FOUND = 7\n")
+    monkeypatch.setattr(rounds, "WHEELS", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "given"))
+    environment = rounds._Round(tmp_path, tmp_path, True).environment
+    found = environment["PYTHONPATH"].split(os.pathsep)
+    assert found[:2] == [str(ROOT), str(tmp_path / "given")]
+    launched = "import subprocess, sys; from benchmarks.launching import environment as e; "
+    launched += (
+        "sys.exit(subprocess.call([sys.executable, '-c', 'import carried; exit(carried.FOUND)'], env=e()))"
+    )
+    assert subprocess.call([sys.executable, "-c", launched], env=environment) == 7
+
+
+def event(category: str, name: str, start: float, duration: float, thread: int = 1, **arguments: int) -> dict:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "tid": thread, "pid": 1,
+            "args": arguments}  # fmt: skip
+
+
+def test_kernels_belong_to_parts_by_name_and_by_launch():
+    names = [
+        ("nvjet_tst_128x256", 110, "loss head: products"), ("_gradient_kernel", 120, "loss head: memory"),
+        ("multi_tensor_apply_kernel", 310, "optimizer"), ("flash_bwd_dq_dk_dv_loop", 500, "attention"),
+        ("triton_red_fused_add_mean_mul_pow_rsqrt_3", 520, "norms, and what is fused with them"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32", 560, "products of layers"), ("vectorized_add", 570, "other"),
+    ]  # fmt: skip
+    events = [
+        event("user_annotation", "loss head", 100, 50),
+        event("user_annotation", "Optimizer.step#AdamW.step", 300, 30),
+        event("kernel", "unlaunched", 2000, 1, 7),
+    ]
+    for number, (name, launched, _) in enumerate(names, 1):
+        events += [event("cuda_runtime", "cudaLaunchKernel", launched, 1, correlation=number),
+                   event("kernel", name, 1000 + 10 * number, 20, 7, correlation=number)]  # fmt: skip
+    found = read_kernels(events)
+    assert [each.part for each in found] == ["other", *(part for _, _, part in names)]
+    assert busy(found) == 1 + 10 * len(names) + 10, "kernels that overlap count once"
+
+
+def test_memory_that_runs_out_halves_the_micro_batch(monkeypatch, tmp_path):
+    started: list[str] = []
+    monkeypatch.setattr(parts.os, "execv", lambda _, command: started.append(command[-1]))
+
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("benchmarks.gpu.contact.facts", fails)
+    context = Context("x", "contact.facts", [], str(tmp_path), str(tmp_path), False)
+    with pytest.raises(SystemExit):
+        context.run()
+    again = Context(**json.loads(started[0]))
+    assert context.case("gpt2-124m").micro_batch_size == 2 * again.case("gpt2-124m").micro_batch_size

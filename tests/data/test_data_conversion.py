@@ -223,3 +223,26 @@ def test_a_file_without_an_end_of_a_document_gives_a_warning(tmp_path: Path, tok
     printed = capsys.readouterr().out
     assert "not one end of a document in it" in printed
     assert "train      1 documents, 4 tokens" in printed
+
+
+def test_a_full_disk_leaves_nothing_behind_and_names_the_output(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+):
+    """`/dev/full` stands for every file of tokens: writing to it fails when the buffer is emptied."""
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    np.arange(60000, dtype="<u2").__mod__(256).tofile(tmp_path / "train.bin")
+    before = sorted(tmp_path.iterdir())
+
+    def full(path: Path, mode: str = "r", *rest: object, **options: object):
+        file = "/dev/full" if mode in ("wb", "xb") else path
+        return open(file, mode, *rest, **options)  # type: ignore[call-overload]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        arguments = ["--from", "nanogpt", "--input", str(tmp_path / "train.bin")]
+        options = ["--tokenizer", str(tokenizer), "--output", str(tmp_path / "out")]
+        code = main(["convert", *arguments, *options])
+    assert code == 74
+    assert capsys.readouterr().err.endswith(f"{tmp_path / 'out'}: No space left on device\n")
+    assert sorted(tmp_path.iterdir()) == before

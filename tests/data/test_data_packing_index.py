@@ -163,3 +163,15 @@ def test_processes_that_start_at_once_agree(large: TokenStore):
         process.join(timeout=60)
     expected = pack(large.split("train").offsets, 64, "best_fit")
     assert all(each == [getattr(expected, name).tolist() for name in ARRAYS] for each in found)
+
+
+def test_a_full_disk_leaves_nothing_half_written(
+    large: TokenStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def full(stream: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packing_index, "_digest", full)
+    check(large, packed_index(large, "train", 64, "best_fit"))
+    left = [file for file in tmp_path.rglob("*.bin*") if FOLDER in str(file)]
+    assert all(file.suffix == ".lock" for file in left)

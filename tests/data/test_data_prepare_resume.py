@@ -294,3 +294,10 @@ def test_workers_end_when_the_main_process_is_killed(tmp_path: Path):
     process.wait()
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive
+
+
+def test_a_preparation_killed_again_and_again_completes_with_more_workers(preparation: Preparation):
+    expected = expected_files(preparation)
+    for kill_at in range(30, 80, 10):
+        assert run_until_killed(lambda: prepare_store(preparation), kill_at)
+    assert read_tree(prepare_store(replace(preparation, workers=2)).path) == expected
