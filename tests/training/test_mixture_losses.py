@@ -32,7 +32,7 @@ def options(stores: dict[str, Path], folder: Path, *more: str) -> list[str]:
     return run_options(
         "tiny-dense",
         next(iter(stores.values())),
-        "model.hidden_size=32 training.sequence_length=32 training.global_batch_size=128 "
+        "model.hidden_size=32 training.sequence_length=16 training.global_batch_size=128 "
         "training.micro_batch_size=128 training.max_steps=12 schedule.warmup_steps=2 "
         "evaluation.eval_steps=12 checkpoint.save_steps=0",
         *("--data.sources", f"[{sources}]"),
