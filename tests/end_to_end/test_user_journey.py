@@ -5,7 +5,6 @@ Every step is the command that a user types; only the results are looked at from
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import zlib
@@ -21,10 +20,7 @@ from support.corpora import make_texts, write_jsonl
 from support.launching import Finished, checkpoint_tensors, launch, run_options
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.config.loading import load_config
-from llm_pretrain.data.loader import evaluation_batches
 from llm_pretrain.data.store import TokenStore
-from llm_pretrain.export.huggingface import load_pretrained
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 
 AWKWARD = ["</s> is text <s>", "  two spaces\n\n\tand a tab ", "αβγ 𝔘𝔫𝔦 \u3000", " ", "<pad>\r\n\x00end", "🜁"]
@@ -152,54 +148,16 @@ def test_every_text_is_stored_whole_with_the_ids_of_autotokenizer(corpus: Corpus
     assert sorted(found) == sorted(corpus.records)
 
 
-def test_the_whole_run_is_said_on_the_console(run: Run):
+def test_the_run_is_said_on_the_console(run: Run):
     output, last = run.finished.output, run.finished.rows[run.steps]
     text = b"".join(
         part.encode() for record in run.corpus.validation_records() for part, _ in segments(record)
     )
     zlib_bits = 8 * len(zlib.compress(text, 9)) / len(text)
     assert f"zlib level 9 needs {zlib_bits:.4f} bits per byte" in output
-    assert f"{zlib_bits:.3f} bits per byte of the validation text" in run.corpus.output
     assert f"bits/byte {last['eval/bits_per_byte']:.4f}" in output
     assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))
-    assert str(run.weights) in output
     assert last["eval/loss"] < run.finished.rows[0]["eval/loss"]
-    assert "Traceback" not in output
-
-
-def test_weights_open_in_transformers_without_custom_code(run: Run):
-    from transformers import AutoTokenizer
-
-    model, tokenizer = run.transformers(), AutoTokenizer.from_pretrained(run.weights)
-    expected = {"tiny-moe": "Qwen3MoeForCausalLM", "tiny-dense": "Qwen3ForCausalLM"}
-    assert type(model).__module__.startswith("transformers.models.qwen3")
-    assert type(model).__name__ == expected[run.name]
-    assert not list(run.weights.glob("*.py"))
-    assert "auto_map" not in json.loads((run.weights / "config.json").read_text())
-    assert model.config.vocab_size == 384 >= len(tokenizer) == run.corpus.store.vocab_size == 370
-    ids = tokenizer("one of two").input_ids
-    assert ids[0] == tokenizer.bos_token_id == model.config.bos_token_id
-    assert model.config.eos_token_id == tokenizer.eos_token_id
-
-
-@torch.no_grad()
-def test_both_libraries_give_the_same_validation_loss(run: Run):
-    theirs, ours = run.transformers(), load_pretrained(run.weights).eval()
-    their_sum = their_tokens = 0.0
-    for input_ids, labels in run.documents:
-        tokens = int((labels[:, 1:] != IGNORE_INDEX).sum())
-        if tokens:
-            their_sum += theirs(input_ids=input_ids, labels=labels).loss.item() * tokens
-        their_tokens += tokens
-    our_sum = our_tokens = 0.0
-    for batch in evaluation_batches(load_config(run.options)):
-        output = ours(**batch.model_inputs())
-        our_sum += output.token_losses.double().sum().item()
-        our_tokens += batch.num_loss_tokens
-    assert our_tokens == their_tokens > 500
-    assert our_sum / our_tokens == pytest.approx(their_sum / their_tokens, abs=1e-5)
-    full_precision = run.finished.rows[run.steps]["eval/loss"]
-    assert our_sum / our_tokens == pytest.approx(full_precision, rel=5e-3), "half precision costs little"
 
 
 @torch.no_grad()

@@ -10,21 +10,21 @@ import json
 import os
 import re
 import shutil
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.corpora import make_store, make_texts, make_tokenizer, write_jsonl
-from support.launching import ROOT, TIMEOUT_SECONDS, Finished, ForkedLaunch, launch, train
+from support.launching import ROOT, Finished, launch, train
 
 import train_pretrain
 from llm_pretrain.__main__ import main as run_command
 from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.store import TokenStore
+from llm_pretrain.errors import OutputError
 from llm_pretrain.files import MARKER
+from llm_pretrain.runs.folder import RunFolder
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 
@@ -112,25 +112,17 @@ def run_and_store(trained: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Pat
     return tmp_path / "run", tmp_path / "store"
 
 
-# The configuration: refused before there is a run, so nothing is written.
+# The configuration and the options: refused before there is a run, so nothing is written.
 
 
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        (["--model.hiden_size", "64"], ["model.hiden_size", "no such setting", "model.hidden_size"]),
         (["--training.max_steps", "ten"], ["training.max_steps", "expected an integer", "'ten'"]),
-        (["--model.num_hidden_layers", "0"], ["model.num_hidden_layers", "more than 0", "found 0"]),
-        (
-            ["--training.global_batch_size", "7"],
-            ["training.global_batch_size", "training.micro_batch_size", "4 * 1", "found 7", "4 or 8"],
-        ),
         (["--config", f"{TINY}x"], [f"{TINY}x: no such file"]),
-        (["--data.sources", "[]"], ["data.sources", "expected at least one token store", "prepare"]),
-        (["--checkpoint.resume", "runs/nowhere"], ["checkpoint.resume", "expected auto", "'runs/nowhere'"]),
         (["please"], ["please", "unexpected argument", "--section.field VALUE"]),
     ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else str(value),
+    ids=["value", "file", "argument"],
 )
 def test_a_wrong_configuration(
     refusal: Refusal, plain_store: Path, tmp_path: Path, wrong: list[str], named: list[str]
@@ -140,80 +132,20 @@ def test_a_wrong_configuration(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(("rank", "launcher"), [(0, "torchrun"), (1, "torchrun"), (0, ""), (1, "")])
-def test_ranks_speak_before_they_meet_and_under_a_launcher_once(
-    rank: int,
-    launcher: str,
-    plain_store: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    """A process of two, without the other and without anywhere to meet.
-
-    Started by hand the other may be on another machine, with another file; a launcher has one command.
-    """
-    if launcher:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launcher)
-    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: pytest.fail("they met"))
-    assert train(*options(tmp_path / "run", plain_store)) == 2
-    lines = capsys.readouterr().err.splitlines()
-    where = f"rank {rank}: " if rank else ""
-    expected = (
-        f"error: {where}training.global_batch_size: expected a multiple of training.micro_batch_size * world"
-    )
-    assert [line[: len(expected)] for line in lines] == ([] if rank and launcher else [expected])
-
-
-# The corpus: refused by the commands, which leave nothing behind.
-
-GOOD = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in make_texts(20)).encode()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "named"),
-    [
-        ("cut.jsonl", GOOD[: len(GOOD) - 30], ["cut.jsonl:20:", "invalid JSON", "Unterminated string"]),
-        ("bytes.txt", b"first line\nsecond \xe4 line\n", ["bytes.txt:", "invalid UTF-8", "0xe4"]),
-        ("keys.jsonl", GOOD + b'{"body": "a"}\n', ["keys.jsonl:21:", "no text", "found body"]),
-        ("empty.jsonl", b"", ["empty.jsonl", "expected", "found none"]),
-        ("missing.jsonl", None, ["missing.jsonl", "found no such path"]),
-    ],
-)
-def test_a_wrong_corpus(refusal: Refusal, tmp_path: Path, name: str, content: bytes | None, named: list[str]):
-    corpus, tokenizer = tmp_path / name, make_tokenizer(tmp_path / "tokenizer")
-    if content is not None:
-        corpus.write_bytes(content)
-    before = sorted(tmp_path.rglob("*"))
-    refusal.of_command(
-        ["prepare", "--input", corpus, "--tokenizer", tokenizer, "--output", tmp_path / "store"], 65, *named
-    )
-    refusal.of_command(
-        ["tokenizer", "--input", corpus, "--vocab_size", "300", "--output", tmp_path / "new"], 65, *named
-    )
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 @pytest.mark.parametrize(
     ("wrong", "exit_code", "named"),
     [
-        (["tokenizer", "--vocab_size", "-5"], 2, ["--vocab_size", "expected more than 0", "-5"]),
-        (["tokenizer", "--vocab_size", "20"], 65, ["--vocab_size", "expected at least", "20"]),
-        (["prepare", "--validation_fraction", "2"], 2, ["--validation_fraction", "expected", "2.0"]),
         (["prepare", "--workers", "-1"], 2, ["--workers", "expected 1 or more", "-1"]),
         (["prepare", "--tokenizer", "nowhere"], 65, ["nowhere", "expected a tokenizer folder", "found none"]),
-        (["prepare", "--output", TINY], 65, [TINY, "expected a new folder", "something else"]),
         (["prepare", "--output", "/proc/none/store"], 74, ["/proc/none", "No such file"]),
+        (["tokenizer", "--vocab_size", "300", "--input", "none"], 65, ["none", "found no such path"]),
     ],
-    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else str(value),
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else str(value),
 )
 def test_a_wrong_option_of_a_command(
     refusal: Refusal, tmp_path: Path, wrong: list[str], exit_code: int, named: list[str]
 ):
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_bytes(GOOD)
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in make_texts(20)])
     needed = ["--tokenizer", make_tokenizer(tmp_path / "tokenizer")] if wrong[0] == "prepare" else []
     needed += ["--input", corpus, "--output", tmp_path / "output"]
     refusal.of_command([wrong[0], *needed, *wrong[1:]], exit_code, *named)
@@ -223,28 +155,17 @@ def test_a_wrong_option_of_a_command(
 # The token store and its tokenizer: refused by the run, whose status.json says so too.
 
 
-def missing_store(folder: Path, plain_store: Path) -> tuple[list[str], int, list[str]]:
-    store = folder / "store"
-    return options(folder / "run", store), 65, [str(store), "store.json", "llm-pretrain prepare"]
-
-
-def other_tokenizer(folder: Path, plain_store: Path) -> tuple[list[str], int, list[str]]:
-    store = shutil.copytree(plain_store, folder / "other-store")
+def test_stores_of_two_tokenizers(refusal: Refusal, plain_store: Path, tmp_path: Path):
+    store = shutil.copytree(plain_store, tmp_path / "other-store")
     retrained_tokenizer(store)
     hashes = [TokenStore(path).tokenizer_hash[:12] for path in (plain_store, store)]
     named = ["data.sources[1].store", str(plain_store), str(store), *hashes]
-    return options(folder / "run", plain_store, store), 65, named
+    refusal.of_run(options(tmp_path / "run", plain_store, store), tmp_path / "run", 65, *named)
 
 
-def small_vocabulary(folder: Path, plain_store: Path) -> tuple[list[str], int, list[str]]:
-    arguments = [*options(folder / "run", plain_store), "--model.vocab_size", "256"]
-    return arguments, 2, ["model.vocab_size", "at least the tokenizer's 259", "256"]
-
-
-@pytest.mark.parametrize("wrong", [missing_store, other_tokenizer, small_vocabulary])
-def test_a_wrong_store(refusal: Refusal, plain_store: Path, tmp_path: Path, wrong: Callable[..., Any]):
-    arguments, exit_code, named = wrong(tmp_path, plain_store)
-    refusal.of_run(arguments, tmp_path / "run", exit_code, *named)
+def test_a_vocabulary_smaller_than_the_tokenizers(refusal: Refusal, plain_store: Path, tmp_path: Path):
+    arguments = [*options(tmp_path / "run", plain_store), "--model.vocab_size", "256"]
+    refusal.of_run(arguments, tmp_path / "run", 2, "model.vocab_size", "at least the tokenizer's 259", "256")
 
 
 # What changed since the checkpoint: refused, and the same command continues once it is put right.
@@ -273,11 +194,10 @@ def retrained_tokenizer(store: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "exit_code", "named"),
+    ("change", "named"),
     [
-        (flip_a_byte, 65, ["train/tokens-00000.bin", "expected unaltered contents", "found"]),
-        (prepare_again, 78, ["data.store.0 is", "in the checkpoint", "here"]),
-        (retrained_tokenizer, 78, ["data.store.0 is", "tokenizer is", "in the checkpoint", "here"]),
+        (prepare_again, ["data.store.0 is", "in the checkpoint", "here"]),
+        (retrained_tokenizer, ["data.store.0 is", "tokenizer is", "in the checkpoint", "here"]),
     ],
 )
 def test_a_store_that_changed_after_the_checkpoint(
@@ -285,59 +205,44 @@ def test_a_store_that_changed_after_the_checkpoint(
     run_and_store: tuple[Path, Path],
     tmp_path: Path,
     change: Callable[[Path], None],
-    exit_code: int,
     named: list[str],
 ):
     run, store = run_and_store
     shutil.copytree(store, tmp_path / "kept")
     change(store)
-    refusal.of_run(options(run, store, steps=3), run, exit_code, *named)
+    refusal.of_run(options(run, store, steps=3), run, 78, *named)
     shutil.rmtree(store, ignore_errors=True)
     shutil.copytree(tmp_path / "kept", store)
     assert train(*options(run, store, steps=3)) == 0
     assert Finished(0, "", run).raw_steps() == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        (["--model.hidden_size", "32"], ["model.hidden_size is 64 in the checkpoint, 32 here"]),
-        (["--training.global_batch_size", "8"], ["training.global_batch_size is 4", "8 here"]),
-    ],
-)
-def test_a_checkpoint_of_another_configuration(
-    refusal: Refusal, run_and_store: tuple[Path, Path], changed: list[str], named: list[str]
-):
-    run, store = run_and_store
-    refusal.of_run([*options(run, store, steps=3), *changed], run, 78, str(run / "checkpoints"), *named)
+NEWEST, WEIGHTS = "checkpoints/step-00000002", "weights/step-00000002"
 
 
 @pytest.mark.parametrize(
-    ("source", "named"),
+    ("name", "changes", "exit_code", "named"),
     [
-        ("weights/step-00000002", ["expected a checkpoint with a manifest.json", "found none"]),
-        (".", ["expected a checkpoint", "did you mean", "checkpoints/step-00000002"]),
+        ("run", ["--training.global_batch_size", "8"], 78, ["training.global_batch_size is 4", "8 here"]),
+        ("run", ["--checkpoint.resume", "never"], 2, ["checkpoint.resume: never", "step 2"]),
+        ("new", ["--checkpoint.resume", WEIGHTS], 74, [WEIGHTS, "expected a checkpoint with a manifest"]),
+        ("new", ["--checkpoint.resume", "."], 74, ["expected a checkpoint", "did you mean", NEWEST]),
     ],
+    ids=["another configuration", "never", "weights", "a run"],
 )
-def test_a_folder_that_is_no_checkpoint(
-    refusal: Refusal, trained: tuple[Path, Path], tmp_path: Path, source: str, named: list[str]
+def test_what_a_run_cannot_continue_with(
+    refusal: Refusal,
+    run_and_store: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    changes: list[str],
+    exit_code: int,
+    named: list[str],
 ):
-    run, store = trained
-    arguments = [*options(tmp_path / "run", store), "--checkpoint.resume", str(run / source)]
-    refusal.of_run(arguments, tmp_path / "run", 74, str(run / source), *named)
-
-
-def test_never_resume_where_there_are_checkpoints(refusal: Refusal, run_and_store: tuple[Path, Path]):
     run, store = run_and_store
-    arguments = [*options(run, store), "--checkpoint.resume", "never"]
-    refusal.of_run(arguments, run, 2, "checkpoint.resume: never", str(run / "checkpoints"), "step 2")
-
-
-def test_checkpoints_of_which_none_is_sound(refusal: Refusal, run_and_store: tuple[Path, Path]):
-    run, store = run_and_store
-    for file in (run / "checkpoints").rglob("*.safetensors"):
-        file.write_bytes(file.read_bytes()[:-1])
-    refusal.of_run(options(run, store, steps=3), run, 74, "step-00000002", "step-00000001", ".safetensors")
+    monkeypatch.chdir(run)
+    folder = run.with_name(name)
+    refusal.of_run([*options(folder, store, steps=3), *changes], folder, exit_code, *named)
 
 
 def test_another_runs_finished_checkpoint_makes_a_whole_run(trained: tuple[Path, Path], tmp_path: Path):
@@ -366,56 +271,24 @@ def test_weights_that_a_kill_left_out_are_made_up_for(run_and_store: tuple[Path,
 # The run's folder.
 
 
-@pytest.mark.parametrize("folder", ["/proc/none/run", f"{TINY}/run"])
-def test_an_output_folder_that_cannot_be_written(refusal: Refusal, plain_store: Path, folder: str):
+def test_an_output_folder_that_cannot_be_written(refusal: Refusal, plain_store: Path):
+    folder = f"{TINY}/run"
     named = [folder, "expected a writable folder", "run.output_dir"]
     refusal.of_training(options(Path(folder), plain_store), 73, *named)
 
 
-def test_two_runs_in_one_folder(refusal: Refusal, plain_store: Path, tmp_path: Path):
-    folder = tmp_path / "run"
-    endless = [*options(folder, plain_store, steps=1_000_000), "--checkpoint.save_steps", "0"]
-    first = ForkedLaunch("torchrun", 1, folder, endless)
-    try:
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not (folder / "metrics.jsonl").exists():
-            assert first.poll() is None, first.output
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        before = (folder / "status.json").read_text()
-        named = [str(folder), "locked", f"process {first.ranks.pids[0]}", "run.name"]
-        refusal.of_training(options(folder, plain_store), 73, *named)
-        assert (folder / "status.json").read_text() == before
-        assert json.loads(before)["state"] == "running"
-    finally:
-        first.ranks.send(signal.SIGTERM)
-        finished = first.finish()
-    assert finished.exit_code == 75
-    assert finished.status["reason"] == "SIGTERM"
+def test_two_runs_in_one_folder(plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run has its folder to itself from its start to its end."""
+    folder, steps = tmp_path / "run", train_pretrain.TorchrunEngine.train_step
 
+    def train_step(self: Any, taken: Any) -> None:
+        with pytest.raises(OutputError, match=rf"{folder}: .* locked .*process {os.getpid()}.* run\.name"):
+            RunFolder(folder).acquire(lambda checkpoints: None)
+        steps(self, taken)
 
-def test_an_interruption_before_the_run_begins_is_quiet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def interrupted(_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train_pretrain, "TorchrunEngine", interrupted)
-    assert train("--config", TINY) == 130
-    assert capsys.readouterr() == ("", "")
-
-
-def test_zlib_is_given_for_the_text_of_all_sources(
-    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    other = make_store(tmp_path / "other", documents=80, seed=3, validation_fraction=0.5)
-    stores = [TokenStore(plain_store), other]
-    assert train(*options(tmp_path / "run", *(store.path for store in stores))) == 0
-    sizes = [store.split("validation").text_bytes for store in stores]
-    bits = sum(store.zlib_bits_per_byte * size for store, size in zip(stores, sizes, strict=True)) / sum(
-        sizes
-    )
-    assert f"zlib level 9 needs {bits:.4f} bits per byte" in capsys.readouterr().out
+    monkeypatch.setattr(train_pretrain.TorchrunEngine, "train_step", train_step)
+    assert train(*options(folder, plain_store)) == 0
+    RunFolder(folder).acquire(lambda checkpoints: None)
 
 
 def test_a_launched_data_error(tmp_path: Path):

@@ -57,13 +57,8 @@ def write_run(folder: Path, parts: Sequence[Part], *, name: str, torn: bool = Fa
 CASES = {
     "one attempt": ([Part(0, range(1, 9))], range(1, 9)),
     "killed and resumed": ([Part(0, range(1, 9)), Part(4, range(5, 13))], range(1, 13)),
-    "rolled back": ([Part(0, range(1, 9)), Part(4, range(5, 7))], range(1, 7)),
     "rolled back twice": ([Part(0, range(1, 13)), Part(8, range(9, 12)), Part(4, range(5, 7))], range(1, 7)),
     "continued from elsewhere": ([Part(10, range(11, 15), "/old/checkpoints/step-00000010")], range(11, 15)),
-    "continued from elsewhere after a start of its own": (
-        [Part(0, range(1, 4)), Part(10, range(11, 15), "/old/checkpoints/step-00000010")],
-        range(11, 15),
-    ),
     "continued from elsewhere, and resumed": (
         [Part(10, range(11, 15), "/old/checkpoints/step-00000010"), Part(12, range(13, 17))],
         range(11, 17),
@@ -72,19 +67,8 @@ CASES = {
         [Part(10, range(11, 15), "/old/checkpoints/step-00000010"), Part(0, range(1, 7))],
         range(1, 7),
     ),
-    "begun elsewhere, and again from an earlier checkpoint": (
-        [
-            Part(10, range(11, 15), "/old/checkpoints/step-00000010"),
-            Part(6, range(7, 9), "/old/checkpoints/step-00000006"),
-        ],
-        range(7, 9),
-    ),
     "resumed where another run's checkpoint was named, but not used": (
         [Part(0, range(1, 9)), Part(4, range(5, 11), "/old/checkpoints/step-00000010")],
-        range(1, 11),
-    ),
-    "copied, and continued from its own checkpoint": (
-        [Part(0, range(1, 9)), Part(4, range(5, 11), "runs/first/checkpoints/step-00000004")],
         range(1, 11),
     ),
     "copied under another name, and continued from its own checkpoint": (

@@ -16,15 +16,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.tree import Config
 from llm_pretrain.launch import watchdog
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.status import Status, read_status
 
-Mistake = Callable[[pytest.MonkeyPatch, watchdog.Watchdog], None]
 TIMEOUT, GRACE = 2, 4
 LONG = 3 * TIMEOUT
 """As long as a slow thing takes; a hang takes longer than any process may live."""
@@ -129,59 +126,29 @@ HANGS = (
 SLOW = (beats, slow_save, waiting_for_a_save, slow_reading)
 
 
-class Anyone:
-    """Equal to every thread."""
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-
-def any_thread(patch: pytest.MonkeyPatch, running: watchdog.Watchdog) -> None:
-    """A heartbeat of any thread counts."""
-    patch.setattr(running, "owner", Anyone())
-
-
-def with_files(files: bool) -> Mistake:
-    """The mistake of looking at files in every phase, or in none."""
-
-    def mistake(patch: pytest.MonkeyPatch, running: watchdog.Watchdog) -> None:
-        heartbeat = watchdog.heartbeat
-        patch.setattr(watchdog, "heartbeat", lambda doing=None, **_: heartbeat(doing, files=files))
-
-    return mistake
-
-
-CASES: dict[str, tuple[Callable[[Path, float], None], float, tuple[Mistake, ...]]] = {
-    **{act.__name__: (act, HANG, ()) for act in HANGS},
-    **{act.__name__: (act, LONG, ()) for act in SLOW},
-    "locked": (locked, HANG, ()),
-    "kernel": (kernel, LONG, ()),
-    "heard from any thread": (background_beats, LONG, (any_thread,)),
-    "files in any phase": (background_save, LONG, (with_files(True),)),
-    "files in no phase": (slow_save, LONG, (with_files(False),)),
+CASES: dict[str, tuple[Callable[[Path, float], None], float]] = {
+    **{act.__name__: (act, HANG) for act in HANGS},
+    **{act.__name__: (act, LONG) for act in SLOW},
+    "locked": (locked, HANG),
+    "kernel": (kernel, LONG),
 }
 
 
 def run(name: str, path: Path) -> None:
     """One case, in its own process."""
-    act, seconds, mistakes = CASES[name]
+    act, seconds = CASES[name]
     if name == "kernel":
         sys.modules["ipykernel"] = sys
     if name == "progress_too_late":
         os.environ["WORLD_SIZE"] = "2"  # a process of several ranks lingers
-    with pytest.MonkeyPatch.context() as patch:
-        watchdog.GRACE_SECONDS = GRACE
-        folder = RunFolder(path)
-        status = Status(folder.status, rank=0, world_size=1, launcher="torchrun")
-        with watchdog.hang_watchdog(
-            Config(distributed=DistributedConfig(timeout_seconds=TIMEOUT))
-        ) as running:
-            for mistake in mistakes:
-                mistake(patch, running)
-            watchdog.heartbeat("opening")
-            status.running(3, None)
-            watchdog.report_hangs_to(folder, status)
-            act(path, seconds)
+    watchdog.GRACE_SECONDS = GRACE
+    folder = RunFolder(path)
+    status = Status(folder.status, rank=0, world_size=1, launcher="torchrun")
+    with watchdog.hang_watchdog(Config(distributed=DistributedConfig(timeout_seconds=TIMEOUT))):
+        watchdog.heartbeat("opening")
+        status.running(3, None)
+        watchdog.report_hangs_to(folder, status)
+        act(path, seconds)
     os.write(1, b"went on\n")
 
 

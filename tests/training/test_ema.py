@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from llm_pretrain.checkpoints.opening import open_model
-from llm_pretrain.config.loading import validate
+from llm_pretrain.config.loading import from_dict, validate
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import evaluation_batches
 from llm_pretrain.data.store import TokenStore
@@ -64,29 +64,27 @@ def test_it_is_the_average_that_the_formula_says():
 
 @NAMES
 def test_training_does_not_notice(plain_store: Path, tmp_path: Path, name: str):
-    without = Attempt(averaging(plain_store, name, 0.0), tmp_path / "without").train(4)
+    without = Attempt(averaging(plain_store, name, 0.0), tmp_path / "without").train(3)
     kept = Attempt(averaging(plain_store, name), tmp_path / "with")
-    for _ in range(4):
+    for _ in range(3):
         kept.train(1)
         with ema_parameters(kept.optimizer):
             pass
     assert drift(kept.parameters(), without.parameters()) == 0.0
 
 
-@pytest.mark.parametrize("found", [0.0, 1.0])
 @NAMES
-def test_a_step_that_only_the_device_skips_moves_nothing(
-    plain_store: Path, tmp_path: Path, name: str, found: float
-):
+def test_a_step_that_only_the_device_skips_moves_nothing(plain_store: Path, tmp_path: Path, name: str):
     attempt = Attempt(averaging(plain_store, name), tmp_path).train(3)
-    before = state_of(attempt)
-    attempt.optimizer.found_inf = torch.tensor(found)  # type: ignore[attr-defined]  # as torch's GradScaler
-    attempt.optimizer.grad_scale = None  # type: ignore[attr-defined]
-    attempt.train(1)
-    after = state_of(attempt)
-    assert before.keys() == after.keys()
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == (set() if found else set(before))
+    for found in (1.0, 0.0):
+        before = state_of(attempt)
+        attempt.optimizer.found_inf = torch.tensor(found)  # type: ignore[attr-defined]  # as GradScaler's
+        attempt.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        attempt.train(1)
+        after = state_of(attempt)
+        assert before.keys() == after.keys()
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        assert moved == (set() if found else set(before))
 
 
 def state_of(attempt: Attempt) -> dict[str, Tensor]:
@@ -98,23 +96,17 @@ def state_of(attempt: Attempt) -> dict[str, Tensor]:
     return found
 
 
-def test_an_infinite_gradient_is_kept_out_by_the_verdict_on_the_device(plain_store: Path, tmp_path: Path):
-    """Scaled gradients are unscaled on the way, as torch's fused AdamW does."""
-    attempt, plain = (Attempt(averaging(plain_store), tmp_path / name).train(1) for name in ("a", "b"))
-    before = state_of(attempt)
-    for parameter in attempt.model.parameters():
-        parameter.grad = torch.full_like(parameter, math.inf)
-    attempt.optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
-    attempt.optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in state_of(attempt).items())
-    attempt.optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
-    attempt.optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
-    for side, factor in ((attempt, 4.0), (plain, 1.0)):
+def test_scaled_gradients_are_unscaled_on_the_way(plain_store: Path, tmp_path: Path):
+    """As torch's fused AdamW does."""
+    scaled, plain = (Attempt(averaging(plain_store), tmp_path / name).train(1) for name in ("a", "b"))
+    scaled.optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    scaled.optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
+    for side, factor in ((scaled, 4.0), (plain, 1.0)):
         for number, parameter in enumerate(side.model.parameters()):
             generator = torch.Generator().manual_seed(number)
             parameter.grad = factor * torch.randn(parameter.shape, generator=generator)
         side.optimizer.step()
-    assert drift(attempt.parameters(), plain.parameters()) == 0.0
+    assert drift(scaled.parameters(), plain.parameters()) == 0.0
 
 
 def evaluated(model: Decoder, config: Config, store: Path) -> dict[str, float | None]:
@@ -135,7 +127,7 @@ def evaluated(model: Decoder, config: Config, store: Path) -> dict[str, float | 
 @NAMES
 def test_what_is_evaluated_is_a_model_with_the_averages(plain_store: Path, tmp_path: Path, name: str):
     config = averaging(plain_store, name)
-    attempt = Attempt(config, tmp_path).train(5)
+    attempt = Attempt(config, tmp_path).train(2)
     other = Decoder(config.model)
     named = attempt.model.named_parameters(remove_duplicate=False)
     averages = {name: attempt.optimizer.state[parameter][AVERAGE] for name, parameter in named}
@@ -165,12 +157,12 @@ def test_an_error_inside_leaves_parameters_and_averages_as_they_were(plain_store
 def test_resume_is_exact(plain_store: Path, tmp_path: Path, name: str):
     """To the bit: parameters, moments, averages and counters."""
     config = averaging(plain_store, name)
-    straight = Attempt(config, tmp_path / "straight").train(5)
-    stopped = Attempt(config, tmp_path / "run").train(3)
+    straight = Attempt(config, tmp_path / "straight").train(3)
+    stopped = Attempt(config, tmp_path / "run").train(2)
     stopped.save()
     resumed = Attempt(config, tmp_path / "run", seed=1)
     resumed.restore()
-    resumed.train(2)
+    resumed.train(1)
     left, right = state_of(resumed), state_of(straight)
     assert left.keys() == right.keys()
     assert all(torch.equal(left[key], right[key]) for key in left)
@@ -192,15 +184,10 @@ def test_changed_settings_take_effect_at_resume_and_are_reported(plain_store: Pa
 
 
 def test_with_deepspeed_it_is_refused_by_name():
-    for fields, said in (({"ema_decay": 0.5}, "optimizer.ema_decay"), ({"name": "muon"}, "optimizer.name")):
-        config = replace(
-            Config(),
-            optimizer=replace(Config().optimizer, **fields),
-            distributed=replace(Config().distributed, strategy="deepspeed"),
-        )
-        problems = [line for line in validate(config, needs_data=False) if line.startswith(f"{said}:")]
-        assert len(problems) == 1
-        assert "deepspeed" in problems[0]
+    for field, value in (("ema_decay", 0.5), ("name", "muon")):
+        tree = {"optimizer": {field: value}, "distributed": {"strategy": "deepspeed"}}
+        (line,) = validate(from_dict(tree), needs_data=False)
+        assert re.match(rf"optimizer\.{field}: .*deepspeed", line)
 
 
 @pytest.fixture(scope="module")

@@ -47,16 +47,6 @@ def test_the_collector_is_as_before_also_after_an_error(enabled: bool):
         gc.enable()
 
 
-def test_what_somebody_froze_stays_frozen():
-    gc.freeze()
-    try:
-        with trainer.gc_schedule():
-            pass
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
-
-
 def test_the_loop_tells_it_every_step(monkeypatch: pytest.MonkeyPatch, plain_store, tmp_path):
     from contextlib import contextmanager
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.corpora import make_tokenizer
-from support.launching import Finished, assert_same_tensors, checkpoint_tensors, launch, train
+from support.launching import assert_same_tensors, checkpoint_tensors, launch, train
 
 import llm_pretrain.training.model_setup as model_setup
 from llm_pretrain.config.distributed_config import DistributedConfig
@@ -99,9 +99,11 @@ def test_a_run_starts_with_the_folders_weights_to_the_last_bit(tmp_path: Path, c
     assert notes == [f"started from the weights in {tmp_path / 'folder'}"]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("is_upcycled", [True, False], ids=["upcycled", "same"])
+@pytest.mark.parametrize(
+    ("schedule", "tied", "is_upcycled"),
+    [("1f1b", True, False), ("1f1b", False, True), ("zbv_zero_bubble", True, True)],
+    ids=["tied", "upcycled", "zbv"],
+)
 def test_the_stages_of_a_pipeline_start_with_their_parts(
     tmp_path: Path, schedule: str, tied: bool, is_upcycled: bool
 ):
@@ -143,24 +145,14 @@ def test_two_layers_of_the_folder_are_in_memory_at_most(tmp_path: Path, monkeypa
     assert max(alive) <= 2 * 11
 
 
-def test_without_a_folder_nothing_changes():
-    model = built(DENSE, 0)
-    assert model_setup.load_initial_weights(model, Config(model=DENSE)) == []
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), built(DENSE, 0).parameters(), strict=True)
-    )
-
-
 UPCYCLED = {
     "copies": MOE,
-    "top-1": dataclasses.replace(MOE, num_experts_per_tok=1),
     "some layers": dataclasses.replace(MOE, first_k_dense_replace=1),
     "all chosen": dataclasses.replace(MOE, num_experts_per_tok=6, norm_topk_prob=False),
     "scaled": dataclasses.replace(MOE, routed_scaling_factor=2.5),
     "sigmoid": dataclasses.replace(MOE, scoring_func="sigmoid", router_bias_update_rate=1e-3),
     "shared": dataclasses.replace(MOE, n_shared_experts=2),
-    "slices": dataclasses.replace(MOE, num_experts=12, num_experts_per_tok=3, moe_intermediate_size=16),
-    "two sets of slices": dataclasses.replace(
+    "slices": dataclasses.replace(
         MOE, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=24, n_shared_experts=1
     ),
 }
@@ -173,54 +165,6 @@ def test_an_upcycled_model_starts_as_the_dense_one(tmp_path: Path, config: Model
     assert distance(model, dense) < 1e-5
     assert distance(built(config, 0), dense) > 1e-2
     assert "upcycled" in notes[1]
-
-
-def scale_experts(factor: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    return lambda name, tensor: factor * tensor if name.endswith("mlp.experts.down_proj") else tensor
-
-
-def unlike_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The router's rows of one expert's slices differ."""
-    if not name.endswith("mlp.gate.weight"):
-        return tensor
-    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
-
-
-def heard_shared(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The shared expert adds its output from the start."""
-    return torch.full_like(tensor, 0.05) if "shared" in name and "down_proj" in name else tensor
-
-
-@pytest.mark.parametrize(
-    ("config", "wrong"),
-    [
-        pytest.param("slices", scale_experts(0.5), id="slices are not scaled up"),
-        pytest.param("slices", unlike_rows, id="slices of different routers"),
-        pytest.param("scaled", scale_experts(2.5), id="the routed scaling is forgotten"),
-        pytest.param("shared", heard_shared, id="a shared expert that is not silent"),
-    ],
-)
-def test_the_comparison_notices_a_wrong_upcycling(
-    tmp_path: Path, config: str, wrong: Callable[[str, torch.Tensor], torch.Tensor]
-):
-    dense = write_folder(tmp_path / "folder", DENSE)
-    model, _ = load(tmp_path / "folder", UPCYCLED[config])
-    state = model.state_dict()
-    changed = {name: wrong(name, tensor) for name, tensor in state.items()}
-    assert any(not torch.equal(changed[name], state[name]) for name in state)
-    model.load_state_dict(changed)
-    assert distance(model, dense) > 1e-3
-
-
-def test_experts_that_start_alike_part_at_the_first_step(tmp_path: Path):
-    """No noise is needed: each expert's gradient is that of the tokens which chose it."""
-    write_folder(tmp_path / "folder", DENSE)
-    model, _ = load(tmp_path / "folder", MOE)
-    model(TOKENS[:, :-1], labels=TOKENS[:, 1:]).loss_sum.backward()
-    for name, parameter in model.named_parameters():
-        if name.endswith("experts.down_proj"):
-            assert parameter.grad is not None
-            assert all(not torch.equal(parameter.grad[0], other) for other in parameter.grad[1:])
 
 
 @pytest.mark.parametrize(
@@ -301,15 +245,10 @@ def among_others(folder: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "found none at "),
-    "an empty folder": (lambda folder: [each.unlink() for each in folder.iterdir()], "found none"),
     "a folder of a run": (among_others, "step-00000007"),
     "another architecture": (of_another_kind, "config.json: model_type: expected one of qwen3"),
     "a torn file": (cut_short, "model.safetensors"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
-    "other tensors": (
-        lambda folder: save_file({"some.weight": torch.zeros(2)}, folder / "model.safetensors"),
-        "",
-    ),
     "a torn configuration": (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
 }
 
@@ -355,52 +294,43 @@ def test_a_resumed_run_does_not_look_at_the_folder_again(
 ):
     write_folder(tmp_path / "weights", DENSE)
     model = dataclasses.replace(MOE, init_from=str(tmp_path / "weights"))
-    constant = ("--schedule.name", "constant", "--evaluation.eval_steps", "2")
-    arguments = options(plain_store, tmp_path / "run", model, *constant)
-    straight = options(plain_store, tmp_path / "straight", model, *constant)
-    assert train(*straight, "--training.max_steps", "4") == 0
+    arguments = options(plain_store, tmp_path / "run", model, "--evaluation.eval_steps", "0")
     assert train(*arguments) == 0
     assert "upcycled: each of 6 experts" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "weights")
-    assert train(*arguments, "--training.max_steps", "4") == 0
+    assert train(*arguments, "--training.max_steps", "3") == 0
     assert "started from the weights" not in capsys.readouterr().out
-    resumed, whole = Finished(0, "", tmp_path / "run"), Finished(0, "", tmp_path / "straight")
-    assert resumed.exact_rows() == whole.exact_rows()
-    assert train(*options(plain_store, tmp_path / "new", model)) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert errors[0].startswith("error: model.init_from: expected a folder")
-    assert "init_from" not in (tmp_path / "run" / "weights" / "step-00000004" / "config.json").read_text()
+    assert "init_from" not in (tmp_path / "run" / "weights" / "step-00000003" / "config.json").read_text()
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_both_launchers_start_alike(plain_store: Path, tmp_path: Path, world_size: int):
+@pytest.mark.slow
+def test_both_launchers_start_alike(plain_store: Path, tmp_path: Path):
     write_folder(tmp_path / "weights", DENSE)
     model = dataclasses.replace(MOE, init_from=str(tmp_path / "weights"))
     runs = []
     for launcher in ("torchrun", "accelerate"):
         folder = tmp_path / launcher
-        runs.append(launch(launcher, world_size, folder, options(plain_store, folder, model)))
+        runs.append(launch(launcher, 2, folder, options(plain_store, folder, model)))
     assert runs[0].exact_rows() == runs[1].exact_rows()
     left, right = (checkpoint_tensors(run.folder, 2) for run in runs)
     assert_same_tensors(left, right)
 
 
-@pytest.mark.parametrize("architecture", ["Llama", "Qwen3Moe"])
-def test_a_folder_that_transformers_wrote_goes_on_where_it_stopped(tmp_path: Path, architecture: str):
-    """Its own layout, with stacked experts or one by one, in bf16 and in several shards."""
+@pytest.mark.slow
+def test_a_folder_that_transformers_wrote_goes_on_where_it_stopped(tmp_path: Path):
+    """In its own layout, in bf16 and in several shards."""
     import transformers
 
     from llm_pretrain.export.config_json import model_config_from_huggingface
     from llm_pretrain.export.huggingface import read_config
 
-    shape = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.1}
-    if architecture == "Qwen3Moe":
-        shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, initializer_range=0.1, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=24,
+    )  # fmt: skip
     torch.manual_seed(0)
-    config = getattr(transformers, f"{architecture}Config")(**shape)
-    theirs = getattr(transformers, f"{architecture}ForCausalLM")(config).to(torch.bfloat16)
+    theirs = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     theirs.save_pretrained(tmp_path / "folder", max_shard_size="30KB")
     assert (tmp_path / "folder" / "model.safetensors.index.json").exists()
     ours = model_config_from_huggingface(read_config(tmp_path / "folder"))

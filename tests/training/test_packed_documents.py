@@ -215,17 +215,6 @@ def attention_crosses_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Decoder, "forward", leaking)
 
 
-def two_documents_have_one_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    model_inputs = Batch.model_inputs
-
-    def merged(self):
-        inputs = model_inputs(self)
-        ids = inputs["document_ids"]
-        return inputs | {"document_ids": ids.clamp(min=int(ids.min()) + 1), "document_offsets": None}
-
-    monkeypatch.setattr(Batch, "model_inputs", merged)
-
-
 def change_inputs(monkeypatch: pytest.MonkeyPatch, module: str, change: Callable[[Tensor], Tensor]) -> None:
     """Change the first input of all modules of a class, except where `forward` is replaced."""
 
@@ -244,8 +233,6 @@ def change_inputs(monkeypatch: pytest.MonkeyPatch, module: str, change: Callable
 
 LEAKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "attention crosses documents": ("dense, fp32", attention_crosses_documents),
-    "attention crosses documents in experts": ("experts by definition, fp32", attention_crosses_documents),
-    "two documents have one id": ("dense, fp32", two_documents_have_one_id),
     "the router sees the mean of the sequence": (
         "experts by definition, fp32",
         lambda patch: change_inputs(patch, "Router", lambda hidden: hidden + hidden.mean(1, keepdim=True)),

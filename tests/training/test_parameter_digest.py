@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.launching import Finished, checkpoint_tensors, train_tiny
-from torch import Tensor, nn
+from torch import nn
 
 from llm_pretrain.training.recorder import parameters_sha256
 
@@ -46,28 +46,6 @@ def test_a_single_bit_changes_it_and_a_buffer_does_not():
     with torch.no_grad():
         model[0].weight.view(torch.int16)[1, 2] ^= 1  # type: ignore[union-attr]
     assert parameters_sha256(model, is_rank0=True) != before
-
-
-class Sharded(Tensor):
-    """Like a DTensor: empty here, whole by a collective."""
-
-    calls = 0
-
-    def full_tensor(self) -> Tensor:
-        Sharded.calls += 1
-        return torch.arange(4.0)
-
-
-def test_every_rank_takes_part_in_putting_sharded_parameters_together(monkeypatch: pytest.MonkeyPatch):
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.zeros(4))
-    sharded = torch.zeros(2).as_subclass(Sharded)
-    monkeypatch.setattr(nn.Parameter, "detach", lambda _: sharded)
-    monkeypatch.setattr(Sharded, "calls", 0)
-    assert parameters_sha256(model, is_rank0=False) is None
-    assert Sharded.calls == 1
-    expected = hashlib.sha256(torch.arange(4.0).numpy().tobytes()).hexdigest()
-    assert parameters_sha256(model, is_rank0=True) == expected
 
 
 def test_it_is_none_where_a_back_end_leaves_empty_parameters():

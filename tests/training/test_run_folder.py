@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.launching import Finished, run_options, train
 
 from llm_pretrain.checkpoints import store
-from llm_pretrain.checkpoints.manifest import RunFacts, _digest, newest_run_id
-from llm_pretrain.errors import CheckpointError, OutputError
+from llm_pretrain.checkpoints.manifest import _digest, newest_run_id
+from llm_pretrain.errors import OutputError
 from llm_pretrain.files import MARKER
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.training import saving as checkpointing
-from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.saving import CheckpointManager
 
 
@@ -24,8 +22,8 @@ def options(store: Path, folder: Path, *more: str, steps: int = 2) -> list[str]:
     return run_options(
         "tiny-dense",
         store,
-        f"training.sequence_length=32 training.global_batch_size=4 training.max_steps={steps} "
-        "schedule.warmup_steps=0 logging.logging_steps=1 evaluation.eval_steps=0 "
+        "model.hidden_size=32 training.sequence_length=32 training.global_batch_size=4 "
+        f"training.max_steps={steps} schedule.warmup_steps=0 logging.logging_steps=1 evaluation.eval_steps=0 "
         "checkpoint.save_steps=1",
         *more,
         folder=folder,
@@ -160,12 +158,7 @@ def test_a_run_whose_marker_was_lost_continues(plain_store: Path, run: Path, kep
 FOREIGN = {
     "metrics.jsonl": "".join(f'{{"loss": {step}}}\n' for step in range(500)),
     "config.yaml": "run:\n  name: mine  # a comment\n",
-    "attempts.jsonl": "1\n2\n",
-    "report.html": "<p>mine</p>",
-    "status.json": '{"state": "good"}',
-    "samples.jsonl": "mine\n",
     "weights/step-00000001/model.safetensors": "another program's",
-    ".lock": "a lock of mine\n",
     MARKER: '{"format": "llm_pretrain weights", "files": []}',
 }
 
@@ -194,18 +187,10 @@ def test_other_files_may_lie_in_the_folder(plain_store: Path, tmp_path: Path):
     assert (folder / ".notes.md.tmp-01234567").exists()
 
 
-def test_the_users_own_configuration_is_not_overwritten(plain_store: Path, tmp_path: Path, capsys):
-    config = tmp_path / "config.yaml"
-    config.write_text("# mine\nrun:\n  name: mine\n")
-    assert train(*options(plain_store, tmp_path, "--config", str(config))) == 73
-    assert f"error: {config}: expected nothing, or a file that a run wrote" in capsys.readouterr().err
-    assert config.read_text().startswith("# mine")
-
-
 def test_no_link_is_followed(plain_store: Path, run: Path, tmp_path: Path, capsys):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    for name in ("metrics.jsonl", "status.json", ".lock", "weights", "checkpoints"):
+    for name in ("metrics.jsonl", ".lock", "checkpoints"):
         (elsewhere / name).write_text("mine")
         (run / name).rename(tmp_path / "aside")
         (run / name).symlink_to(elsewhere / name)
@@ -260,28 +245,11 @@ def test_an_attempt_that_ended_without_a_word_is_told(plain_store: Path, run: Pa
     assert "without recording why" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["attempts.jsonl", "config.yaml"])
-def test_a_pipe_in_place_of_a_file_is_refused(
-    name: str, plain_store: Path, run: Path, tmp_path: Path, capsys
-):
+def test_a_pipe_in_place_of_a_file_is_refused(plain_store: Path, run: Path, tmp_path: Path, capsys):
+    name = "attempts.jsonl"
     (run / name).rename(tmp_path / "aside")
     os.mkfifo(run / name)
     assert train(*options(plain_store, run, steps=3)) == 73
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {run / name}: expected a file or folder of the run, found a pipe")
     assert (run / name).is_fifo()
-
-
-@pytest.mark.parametrize("name", Progress(1).extra())
-def test_progress_that_no_run_saves_is_named(name: str):
-    def resumed(extra: dict[str, Any]) -> Progress:
-        return Progress.resumed(RunFacts(1, 0, "torchrun", "ddp", 1, 1, 0, None, {}, extra), Path("here"))
-
-    extra = Progress(1).extra()
-    assert resumed(extra) == Progress(1)
-    missing = {key: value for key, value in extra.items() if key != name}
-    for wrong, found in ((extra | {name: ["x"]}, r"\['x'\]"), (missing, "nothing")):
-        with pytest.raises(
-            CheckpointError, match=rf"^here: .*run\.extra\.{name}: expected .*, found {found};"
-        ):
-            resumed(wrong)

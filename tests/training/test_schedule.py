@@ -69,13 +69,6 @@ def test_wsd_decays_after_the_warm_up_alone():
     assert learning_rate(config("wsd", warmup=100), 99) == 1.0
 
 
-def test_every_name_has_a_shape():
-    for name in NAMES:
-        assert 0.1 <= learning_rate(config(name), 55) <= 1.0
-    with pytest.raises(AssertionError, match="inverse_sqrt"):
-        learning_rate(config("inverse_sqrt"), 55)
-
-
 def test_only_matrices_decay_and_every_parameter_is_in_one_group():
     model = Decoder(
         ModelConfig(

@@ -19,7 +19,7 @@ from llm_pretrain.data.loader import evaluation_batches
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.launch.checks import check_accelerate_settings, check_strategy, preserved_environment
+from llm_pretrain.launch.checks import check_accelerate_settings, check_strategy
 from llm_pretrain.model.decoder import Decoder, DecoderOutput, full_precision_modules
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.training.evaluation import Evaluator, Samples
@@ -37,24 +37,6 @@ def test_a_difference_between_asked_and_set_up_names_both(plain_store: Path):
     check_strategy(config, "NO", 1)
     with pytest.raises(ConfigError, match="restart a notebook's kernel"):  # an earlier training's
         check_strategy(config, "DEEPSPEED", 1)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "version", "said"),
-    [
-        ("ddp", "2", "distributed.strategy: ddp, but accelerate runs fsdp"),
-        ("fsdp", "1", "distributed.strategy: fsdp is FSDP version 2, but accelerate runs fsdp_version 1"),
-    ],
-)
-def test_a_launch_file_that_asks_for_another_stops(
-    plain_store: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, version: str, said: str
-):
-    reset_accelerate()
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", version)
-    config = small_config(plain_store, distributed={"strategy": strategy})
-    with pytest.raises(ConfigError, match=said):
-        train_pretrain_accelerate.AccelerateEngine(config)
 
 
 def test_a_launched_mesh_is_the_configured_one(plain_store: Path, monkeypatch: pytest.MonkeyPatch):
@@ -79,16 +61,9 @@ def test_a_launched_mesh_is_the_configured_one(plain_store: Path, monkeypatch: p
     ("variables", "said"),
     [
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend is inductor"),
-        (
-            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "4"},
-            "distributed.dp_replicate_size: 1, but accelerate's use_parallelism_config is true",
-        ),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "use_megatron_lm"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params is true"),
-        (
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
-            "training.activation_checkpointing: false",
-        ),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params is true"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "training.activation_checkpointing: false"),
     ],
 )
 def test_what_no_field_of_ours_stands_for_is_refused(
@@ -106,16 +81,6 @@ def test_what_no_field_of_ours_stands_for_is_refused(
         check_accelerate_settings(config, 1)
 
 
-def test_activation_checkpointing_may_be_asked_for_twice(plain_store: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
-    training = {"activation_checkpointing": True}
-    check_accelerate_settings(
-        small_config(plain_store, distributed={"strategy": "fsdp"}, training=training), 1
-    )
-
-
 def test_one_training_s_strategy_is_not_the_next_one_s_launch(
     plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -129,13 +94,6 @@ def test_one_training_s_strategy_is_not_the_next_one_s_launch(
         train_pretrain_accelerate.main(short_run(plain_store, tmp_path / "zero", "deepspeed"))
     assert stopped.value.code == ConfigError.exit_code
     reset_accelerate()
-
-
-def test_what_a_launcher_asked_for_stays_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with preserved_environment():
-        os.environ["ACCELERATE_USE_FSDP"] = "false"
-    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
 
 
 def short_run(store: Path, folder: Path, strategy: str) -> list[str]:

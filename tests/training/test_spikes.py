@@ -72,21 +72,13 @@ def test_the_action_decides_what_follows(action: str, skipped: str | None):
     assert spike.skipped == skipped
 
 
-def check_history(history: SpikeDetector) -> None:
-    """A spike does not move the bounds, so the next one is seen as well."""
+def test_a_spike_is_no_part_of_the_history():
+    """It does not move the bounds, so the next one is seen as well."""
+    history = taught(MIN_STEPS)
     for _ in range(3 * MIN_STEPS):
         spike = history.detect(100.0, 30.0, 64, "skip")
         assert spike is not None
         history.record(100.0, 30.0, 64, spike)
-
-
-def test_a_spike_is_no_part_of_the_history():
-    check_history(taught(MIN_STEPS))
-    broken = taught(MIN_STEPS)
-    record = broken.record
-    broken.record = lambda loss, norm, tokens, spike: record(loss, norm, tokens, None)  # type: ignore[method-assign]
-    with pytest.raises(AssertionError):
-        check_history(broken)
 
 
 def test_a_new_level_that_is_only_logged_becomes_the_usual_one():
@@ -143,19 +135,6 @@ def test_reasons_to_skip():
         assert (lost.skipped, lost.loss) == ("nonfinite_loss", None)
 
 
-def test_every_step_under_deepspeed_is_looked_at(monkeypatch: pytest.MonkeyPatch):
-    """Its engine has stepped already, so a step to be skipped ends the run."""
-    seen: list[tuple] = []
-    monkeypatch.setattr(
-        "llm_pretrain.distributed.deepspeed.stop_if_diverged", lambda *arguments: seen.append(arguments)
-    )
-    sharded = {"distributed": {"strategy": "deepspeed"}}
-    decided([20.0, 0, 0, 0], 1.0, tree=sharded)
-    decided([20.0, 0, 0, 0], math.inf, tree=sharded)
-    decided([20.0, 0, 0, 0], math.inf)
-    assert seen == [(None, None, 0), (None, "nonfinite_gradient", 0)]
-
-
 def test_steps_that_could_not_be_judged_teach_nothing():
     progress = Progress()
     for result in (decided([math.nan, 0, 0, 0], 1.0), decided([1.0, 0, 0, 0], math.inf)):
@@ -199,7 +178,8 @@ def poison(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(store: Path, folder: Path, action: str, *more: str) -> Finished:
     """A run in this process, to its end or until it stops."""
-    return Finished(train(*spike_options(store, folder, action, *more)), "", folder)
+    options = spike_options(store, folder, action, "--model.hidden_size", "32", *more)
+    return Finished(train(*options), "", folder)
 
 
 def digests(run: Finished) -> dict[int, str]:
@@ -232,6 +212,7 @@ def test_what_each_action_does(whole: dict[str, Finished]):
     assert digests(log)[FIRST] != digests(log)[FIRST - 1]
 
 
+@pytest.mark.slow
 def test_a_logged_spike_has_a_row_and_changes_nothing(
     poison: Path,
     tmp_path: Path,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,19 +12,16 @@ import pytest
 import torch
 from support.corruption_plan import ALWAYS, MATRIX, activation, checked, flip, gradient
 from support.engines import run_engine, small_config
-from support.faults import WAITING, Fault, Patch, after
-from support.launching import train_tiny
+from support.faults import WAITING, Fault, Patch
 from support.stepping import Driven
 
 from llm_pretrain.config.loading import validate
 from llm_pretrain.config.tree import Config
-from llm_pretrain.errors import ConfigError, CorruptionError, DivergedError
+from llm_pretrain.errors import ConfigError, CorruptionError
 from llm_pretrain.runs.record import fault_lines
 from llm_pretrain.runs.status import Status, read_status
 from llm_pretrain.training import corruption, model_setup
-from llm_pretrain.training.recorder import Recorder
 
-PATHS = ["torchrun", "accelerate"]
 EXPERTS = {"router_bias_update_rate": 0.125, "hidden_dropout": 0.1}
 
 
@@ -38,9 +34,12 @@ def unchecked(store: Path, path: str) -> Driven:
     return driven(store, path, 0)
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("flips", "name"), [(activation, "output of model.layers.1"), (gradient, f"gradient of {MATRIX}")]
+    ("path", "flips", "name"),
+    [
+        ("torchrun", activation, "output of model.layers.1"),
+        ("accelerate", gradient, f"gradient of {MATRIX}"),
+    ],
 )
 def test_one_process(masked_store: Path, path: str, flips: Any, name: str):
     with pytest.raises(CorruptionError) as found:
@@ -55,53 +54,16 @@ def test_one_process(masked_store: Path, path: str, flips: Any, name: str):
         assert applied.hashes != once.hashes
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("faults", [(), (WAITING,)], ids=["at once", "read late"])
-def test_no_bit_changes(masked_store: Path, precision: str, faults: tuple[Fault, ...]):
-    """With a check of every third step, and of the last one."""
-    if precision == "fp16" and faults:
-        return
-    training = {"precision": precision, "max_steps": 7}
-    with_checks = driven(masked_store, "torchrun", 3, *faults, model=EXPERTS, training=training)
+def test_no_bit_changes(masked_store: Path, faults: tuple[Fault, ...]):
+    """With a check of every second step, and of the last one."""
+    training = {"max_steps": 3}
+    with_checks = driven(masked_store, "torchrun", 2, *faults, model=EXPERTS, training=training)
     without = driven(masked_store, "torchrun", 0, *faults, model=EXPERTS, training=training)
-    assert with_checks.checks == [None, None, "passed", None, None, "passed", "passed"]
-    assert without.checks == [None] * 7
+    assert with_checks.checks == [None, "passed", "passed"]
+    assert without.checks == [None] * 3
     for name in ("losses", "sums", "grad_norms", "skipped", "hashes", "updates", "scaler"):
         assert getattr(with_checks, name) == getattr(without, name), name
-
-
-def test_a_loss_scale_that_overflows_is_halved_once(masked_store: Path):
-    def huge(self: Any, config: Any) -> None:
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-
-    fp16 = {"precision": "fp16"}
-    runs = [
-        driven(masked_store, "torchrun", every, after("__init__", huge), training=fp16) for every in (1, 0)
-    ]
-    assert runs[0].skipped[0] == "overflow"
-    assert runs[0].checks[0] == "passed"
-    assert runs[0].skipped == runs[1].skipped
-    assert runs[0].scaler == runs[1].scaler
-    assert runs[0].hashes == runs[1].hashes
-
-
-def test_nothing_is_left_behind(masked_store: Path):
-    """No hook after a check, so that other steps run as without."""
-    left = []
-    add = Recorder.add
-
-    def note(self: Any, step: Any, rate: float) -> None:
-        add(self, step, rate)
-        model = self.engine.model_and_optimizer()[0]
-        left.extend(each for each in model.parameters() if each._backward_hooks)
-        left.extend(each for each in model.modules() if each._forward_hooks or each._forward_pre_hooks)
-        assert self.engine.clip_grad_norm is torch.nn.utils.clip_grad_norm_
-
-    def fault(patch: Patch, engine: type) -> None:
-        patch.setattr(Recorder, "add", note)
-
-    assert driven(masked_store, "torchrun", 1, fault).checks == ["passed"] * 4
-    assert left == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -189,53 +151,11 @@ def test_steps_that_are_computed_again(tmp_path: Path):
     assert read_status(file)["checked"] is None
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    ["x", 1, {}, {"step": 6}, {"step": "6", "transient": False}, {"step": None, "transient": False}],
-)
-def test_a_damaged_fault_is_ignored(tmp_path: Path, damaged: Any):
-    file = tmp_path / "status.json"
-    sound = vars(corruption.Fault(6, [0], ["cpu of here"], "w differs", False))
-    options: Any = {"rank": 0, "world_size": 1, "launcher": "torchrun"}
-    for faults in (damaged, [damaged, sound, damaged]):
-        file.write_text(json.dumps({"faults": faults, "checked": 7}))
-        status = Status(file, **options)
-        assert len(status.findings()) == isinstance(faults, list)
-        status.resumed(2, None)
-        assert status.findings() == []
-        assert status.faults == ([sound | {"undone": True}] if isinstance(faults, list) else [])
-
-
 def test_each_computation_has_the_time_of_a_step(masked_store: Path, monkeypatch: Patch):
     beats: list[str | None] = []
     monkeypatch.setattr(corruption, "heartbeat", beats.append)
     driven(masked_store, "torchrun", 4, gradient(4, 1))
     assert beats == ["checking step 4"] * 3
-
-
-def test_rows_are_those_of_a_run_without_checks(plain_store: Path, tmp_path: Path):
-    rows = {}
-    for every in ("3", "0"):
-        options = ("--training.max_steps", "4", "--logging.logging_steps", "2")
-        finished = train_tiny(plain_store, tmp_path / every, *options, "--training.check_every", every)
-        rows[every] = {
-            step: {name: value for name, value in row.items() if name != "time" and "perf/" not in name}
-            for step, row in finished.rows.items()
-        }
-    assert rows["3"][4].pop("train/check") == "passed"
-    assert rows["3"] == rows["0"]
-
-
-def test_a_failed_save_does_not_hide_the_fault():
-    def wait(last: bool) -> None:
-        raise DivergedError("a value is not finite")
-
-    check: Any = object.__new__(corruption.CorruptionCheck)
-    store = SimpleNamespace(committed=list)
-    check.checkpoints = SimpleNamespace(wait=wait, store=store)
-    check.status = SimpleNamespace(checked=None, add_fault=lambda fault: None)
-    error = check._error(corruption.Fault(5, [1], ["cpu of here"], "w differs", False))
-    assert "step 5, rank 1 (cpu of here): w differs; " in str(error)
 
 
 def test_the_step_of_a_checkpoint_is_checked_too():

@@ -40,12 +40,10 @@ class Parent:
         (ELASTIC, 1, ["/usr/bin/python3", "/usr/bin/torchrun"], {}, False),  # a container's first process
         (ELASTIC, 7, ["bash", "wrapper.sh"], ELASTIC, False),  # torchrun --no-python
         (ELASTIC, 1, ["/sbin/init"], {}, True),
-        (ELASTIC, 1, ["/sbin/init"], None, True),  # root's
         (ELASTIC, 345, ["slurmstepd: [12.0]"], {}, True),  # adopts what its job leaves
         (ELASTIC, 7, ["/opt/trainer.par"], {}, False),  # a launcher that does not look like one
         (ACCELERATE, 1, ["/sbin/init"], {}, True),
         (ACCELERATE, 7, ["bash"], {}, False),  # set by hand in a shell
-        (ACCELERATE, 7, ["python", "-m", "accelerate.commands.launch"], {}, False),
         ({"ACCELERATE_MIXED_PRECISION": "no"}, 1, ["/sbin/init"], {}, False),
         ({}, 1, ["/sbin/init"], {}, False),  # a daemon on purpose
     ],

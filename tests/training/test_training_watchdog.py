@@ -24,12 +24,6 @@ from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.status import Status, read_status
 
 PROBE = ROOT / "tests" / "support" / "watchdog_probe.py"
-FOUND_BY = {
-    "heard from any thread": 0,
-    "files in any phase": 0,
-    "files in no phase": StuckError.exit_code,
-}
-"""Mistake in the watchdog -> how the process ends with it."""
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +77,6 @@ def test_a_kernel_is_left_alive_with_its_stacks(probes: Path):
     assert read_status(folder.status)["state"] == "running"
 
 
-@pytest.mark.parametrize("mistake", FOUND_BY)
-def test_a_watchdog_with_a_mistake_is_noticed(mistake: str, probes: Path):
-    """What the tests above would find, were this the watchdog."""
-    assert ending(probes, mistake)[0] == FOUND_BY[mistake]
-
-
 def config(timeout_seconds: int = 60) -> Config:
     return Config(distributed=DistributedConfig(timeout_seconds=timeout_seconds))
 
@@ -111,20 +99,6 @@ def test_nothing_is_left_after_the_run_or_an_interrupt():
     assert watchdog.current_phase() == "the run"
 
 
-def test_a_limit_on_threads_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch):
-    """faulthandler starts a thread at every look, of which there may be too many then."""
-    looks = threading.Semaphore(0)
-
-    def no_thread(*_: object, **__: object) -> None:
-        looks.release()
-        raise RuntimeError("unable to start watchdog thread")
-
-    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", no_thread)
-    monkeypatch.setattr(watchdog, "MAX_CHECK_SECONDS", 0.01)
-    with watchdog.Watchdog(60, rank=0, world_size=1):
-        assert all(looks.acquire(timeout=10) for _ in range(4))
-
-
 def test_an_end_that_is_written_stays(tmp_path: Path):
     """A hang or a lost peer says least: what the run or another rank has written stays."""
     status = Status(tmp_path / "status.json", rank=0, world_size=2, launcher="torchrun")
@@ -138,15 +112,3 @@ def test_an_end_that_is_written_stays(tmp_path: Path):
         status.ended(9, code, None)
         other.failed(StuckError("rank 1: no progress"))
         assert read_status(status.path)["state"] == state
-
-
-def test_the_meeting_has_longer_than_its_own_time_out():
-    with watchdog.hang_watchdog(config()) as running:
-        assert running.phase.timeouts > 1
-        watchdog.heartbeat("opening")
-        assert running.phase.timeouts == 1
-
-
-def test_the_stacks_have_a_place_of_each_rank(tmp_path: Path):
-    folder = RunFolder(tmp_path)
-    assert {folder.stacks(rank).name for rank in range(2)} == {"stacks-rank0.txt", "stacks-rank1.txt"}
