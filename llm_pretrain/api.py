@@ -67,7 +67,7 @@ def open_source(
 
     from llm_pretrain.checkpoints.opening import open_model
     from llm_pretrain.data.tokenizers import Tokenizer
-    from llm_pretrain.model.precision import DTYPES
+    from llm_pretrain.model.kernels import DTYPES
 
     on, opened = _device(device), open_model(source)
     folder = Path(tokenizer) if tokenizer else opened.tokenizer_folder

@@ -26,10 +26,10 @@ from torch.optim import AdamW
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model.attention import rotary_tables
 from llm_pretrain.model.decoder import DecoderLayer, compile_layer
-from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.attention import DocumentLayout, document_attention, document_layout
 from llm_pretrain.model.kernels.choice import Kernels, experts_kernel, loss_kernel, resolved_kernels
 from llm_pretrain.model.kernels.experts import experts_reference
+from llm_pretrain.model.kernels.layers import ACTIVATIONS
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.model.layers import RMSNorm
 from llm_pretrain.text import type_and_reason

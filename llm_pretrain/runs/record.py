@@ -12,8 +12,8 @@ import numpy as np
 from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.files import read_json
-from llm_pretrain.runs.replays import read_replays
 from llm_pretrain.runs.rows import Row, finite_number, read_metrics, readable_rows, without_lost_work
+from llm_pretrain.runs.status import read_replays
 from llm_pretrain.text import first_line
 
 _RUN_FILES = ("metrics.jsonl", "status.json", "config.yaml", "attempts.jsonl")

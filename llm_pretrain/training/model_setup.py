@@ -26,8 +26,13 @@ from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.export.config_json import model_config_from_huggingface
 from llm_pretrain.export.huggingface import read_config, read_parts
 from llm_pretrain.model.decoder import Decoder, DecoderLayer, compile_layer
-from llm_pretrain.model.kernels import configured_kernels, describe_kernels, experts_requirement, is_gpu
-from llm_pretrain.model.precision import DTYPES
+from llm_pretrain.model.kernels import (
+    DTYPES,
+    configured_kernels,
+    describe_kernels,
+    experts_requirement,
+    is_gpu,
+)
 from llm_pretrain.optim.param_groups import initial_factor
 from llm_pretrain.text import reason_of, setting_text
 

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.experts import (
     experts_reference,
     grouped_experts,
     streamed_experts,
     top_experts,
 )
+from llm_pretrain.model.kernels.layers import ACTIVATIONS
 from llm_pretrain.model.moe import Experts, Router, update_router_bias
 from llm_pretrain.training.model_setup import initialize_weights
 

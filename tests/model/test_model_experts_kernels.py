@@ -15,7 +15,6 @@ from llm_pretrain.model.attention import rotary_tables
 from llm_pretrain.model.decoder import DecoderLayer
 from llm_pretrain.model.kernels import choice as kernels
 from llm_pretrain.model.kernels import experts, layers
-from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.attention import document_layout
 from llm_pretrain.model.kernels.choice import Kernels, describe_kernels, experts_requirement
 from llm_pretrain.model.kernels.experts import (
@@ -24,6 +23,7 @@ from llm_pretrain.model.kernels.experts import (
     streamed_experts,
     triton_experts,
 )
+from llm_pretrain.model.kernels.layers import ACTIVATIONS
 from llm_pretrain.model.moe import Experts, MoeFeedForward
 from llm_pretrain.training.model_setup import build_model
 

@@ -26,9 +26,8 @@ from support.poisoning import POISONED, poisoned_store, spike_options
 import train_pretrain
 from llm_pretrain.training import decision
 from llm_pretrain.training.evaluation import Evaluator
-from llm_pretrain.training.progress import Progress
+from llm_pretrain.training.progress import Progress, SpikeDetector
 from llm_pretrain.training.saving import CheckpointManager
-from llm_pretrain.training.spikes import SpikeDetector
 
 SETTINGS = (
     "model.hidden_size=32 training.sequence_length=32 training.global_batch_size=8 "
