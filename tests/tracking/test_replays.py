@@ -12,7 +12,8 @@ from filelock import FileLock
 from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.runs.status import Status, difference_lines, read_replays, record_replay, replay_summary
+from llm_pretrain.runs.record import difference_lines, read_replays, replay_summary
+from llm_pretrain.runs.status import Status, record_replay
 from llm_pretrain.tracking.report import write_report
 
 LAUNCH: dict[str, Any] = {"rank": 0, "world_size": 1, "launcher": "torchrun"}
