@@ -81,39 +81,14 @@ def refuse_kernels(config: Config, device: torch.device) -> None:
         )
 
 
-def check_compiler(config: Config) -> None:
-    """Stop before a model is built if `training.compile` is `on` and there is no compiler.
-
-    With `auto` and no compiler, the run trains uncompiled (`choose_kernels`).
-
-    Raises:
-        ConfigError: naming what is missing.
-    """
-    if config.training.compile == "on" and (missing := missing_compiler()):
-        raise ConfigError(
-            f"training.compile: expected {missing} for what torch.compile generates, found none; install it, "
-            "or set training.compile off"
-        )
-
-
 def missing_compiler() -> str | None:
-    """What `torch.compile` lacks for the code that it generates, in words: a C++ compiler on a CPU, a C
-    compiler or Triton on a GPU; None where nothing is missing."""
+    """What `torch.compile` lacks on a GPU for the code that it generates, in words; None if nothing."""
     if not torch.cuda.is_available():
-        return None if _has_cpp_compiler() else "a C++ compiler (g++ or clang++, or CXX)"
+        return None
     if find_spec("triton") is None:
         return "the package triton"
     names = [name for name in (os.environ.get("CC"), "gcc", "clang") if name]
     return None if any(map(shutil.which, names)) else "a C compiler (gcc or clang, or CC)"
-
-
-def _has_cpp_compiler() -> bool:
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        return bool(cpp_builder.get_cpp_compiler())
-    except (exc.InvalidCxxCompiler, RuntimeError):
-        return False
 
 
 def compile_layers(model: Decoder, config: Config, world_size: int = 1) -> None:
@@ -254,9 +229,9 @@ def load_initial_weights(model: Decoder, config: Config) -> list[str]:
         One line for the console about each thing that was done.
 
     Raises:
-        ConfigError: no such folder, an architecture that the decoder lacks, another tokenizer, or every
-            field that differs from the folder's, with both values.
-        CheckpointError: the folder's files are broken or do not belong together.
+        ConfigError: an architecture that the decoder lacks, another tokenizer, or every field that differs
+            from the folder's, with both values.
+        CheckpointError: the folder's files are missing, broken or do not belong together.
     """
     if config.model.init_from is None:
         return []
@@ -310,16 +285,7 @@ def _as_init_from_errors() -> Iterator[None]:
 
 
 def _read_shape(folder: Path) -> ModelConfig:
-    """The model configuration of the folder; ConfigError if there is none that the decoder knows."""
-    if not folder.is_dir():
-        raise ConfigError(
-            f"model.init_from: expected a folder with config.json and model.safetensors, found none at "
-            f"{folder}; download a model from a hub first"
-        )
-    if not (folder / "config.json").exists() and (steps := sorted(folder.glob("step-*"))):
-        raise ConfigError(
-            f"model.init_from: expected a folder with config.json, found none in {folder}; take {steps[-1]}"
-        )
+    """The model configuration of the folder; raises an error if there is none that the decoder knows."""
     with _as_init_from_errors():
         return model_config_from_huggingface(read_config(folder))
 
