@@ -79,13 +79,10 @@ def error_bound(part: Part, device: torch.device, dtype: torch.dtype) -> float:
     if part not in ("norm", "optimizer"):
         unit = torch.finfo(dtype).eps
         if dtype == torch.float32:
-            unit = _TF32 if device.type == "cuda" and _allows_tf32() else 0.0
+            allows_tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+            unit = _TF32 if allows_tf32 else 0.0
     bound = unit + _SUMMED * torch.finfo(torch.float32).eps
     return 2 * bound if part == "compile" else bound
-
-
-def _allows_tf32() -> bool:
-    return torch.get_float32_matmul_precision() != "highest"
 
 
 @dataclass(frozen=True)

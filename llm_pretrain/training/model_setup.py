@@ -236,7 +236,8 @@ def load_initial_weights(model: Decoder, config: Config) -> list[str]:
     if config.model.init_from is None:
         return []
     folder = Path(config.model.init_from)
-    source_config = _read_shape(folder)
+    with _as_init_from_errors():
+        source_config = model_config_from_huggingface(read_config(folder))
     _check_tokenizer(folder, config)  # first: a store of the right tokenizer also has its vocab_size
     _check_shape(folder, source_config, config.model)
     notes, own = [f"started from the weights in {folder}"], model.state_dict()
@@ -282,12 +283,6 @@ def _as_init_from_errors() -> Iterator[None]:
         raise ConfigError(*(f"model.init_from: {problem}" for problem in error.problems)) from error
     except CheckpointError as error:
         raise CheckpointError(f"model.init_from: {reason_of(error)}") from error
-
-
-def _read_shape(folder: Path) -> ModelConfig:
-    """The model configuration of the folder; raises an error if there is none that the decoder knows."""
-    with _as_init_from_errors():
-        return model_config_from_huggingface(read_config(folder))
 
 
 def _check_shape(folder: Path, source_config: ModelConfig, target_config: ModelConfig) -> None:

@@ -366,10 +366,12 @@ def test_a_resumed_run_does_not_look_at_the_folder_again(
     assert "started from the weights" not in capsys.readouterr().out
     resumed, whole = Finished(0, "", tmp_path / "run"), Finished(0, "", tmp_path / "straight")
     assert resumed.exact_rows() == whole.exact_rows()
-    assert train(*options(plain_store, tmp_path / "new", model)) == 2
+    assert train(*options(plain_store, tmp_path / "new", model)) == 74
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
-    assert errors[0].startswith("error: model.init_from: expected a folder")
+    assert errors[0].startswith(
+        f"error: model.init_from: {tmp_path / 'weights' / 'config.json'}: expected a weights"
+    )
     assert "init_from" not in (tmp_path / "run" / "weights" / "step-00000004" / "config.json").read_text()
 
 
