@@ -6,7 +6,7 @@ import argparse
 import sys
 from importlib import import_module
 
-from llm_pretrain.errors import CheckpointError, PretrainError, printable
+from llm_pretrain.errors import CheckpointError, PretrainError, ResourceError, printable
 from llm_pretrain.files import flush_streams, prepare_streams
 from llm_pretrain.text import reason_of
 from llm_pretrain.version import __version__
@@ -89,6 +89,21 @@ def main(argv: list[str] | None = None) -> int:
         return CheckpointError.exit_code
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
+        reason = printable(" ".join(str(error).split()) or "no memory is left")
+        advice = "use a smaller batch, a smaller model, or a machine with more memory"
+        print(f"llm-pretrain {name}: error: out of memory: {reason}; {advice}", file=sys.stderr)
+        return ResourceError.exit_code
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if "torch" not in sys.modules:  # to import torch takes seconds, and memory
+        return isinstance(error, MemoryError)
+    from llm_pretrain.launch.out_of_memory import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 def _usage() -> str:

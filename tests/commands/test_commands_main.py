@@ -88,6 +88,20 @@ def test_an_output_that_cannot_be_written_is_one_line(option):
     assert found.stderr == f"llm-pretrain {option}: error: output: No space left on device\n"
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError("none left"), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")]
+)
+def test_memory_that_runs_out_is_one_line(error, monkeypatch, capsys):
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(prepare_command, "run", fail)
+    assert main(["prepare", "--input", "a", "--tokenizer", "b", "--output", "c"]) == 71
+    line = capsys.readouterr().err
+    assert line.startswith(f"llm-pretrain prepare: error: out of memory: {error}; use a smaller")
+    assert line.count("\n") == 1
+
+
 def test_commands_and_workers_start_without_torch():
     code = "import sys, llm_pretrain.__main__, llm_pretrain.data.preparation; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
