@@ -34,16 +34,16 @@ from llm_pretrain.data.loader import shard
 from llm_pretrain.distributed.fsdp import (
     clear_mesh_caches,
     clip_over_meshes,
+    parallelize,
     rebound_optimizer,
 )
 from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes
-from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch.checks import check_world_size
 from llm_pretrain.launch.process import exit_process, prepare_process, rendezvous_init_method, report_errors
 from llm_pretrain.launch.watchdog import collective_timeout, hang_watchdog
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
-from llm_pretrain.model.precision import DTYPES
+from llm_pretrain.model.kernels import DTYPES
 from llm_pretrain.training.engine import DDP_OPTIONS, Launcher, own_part, seed_dropout, warm_up_backward
 from llm_pretrain.training.step import Objective, Step
 from llm_pretrain.training.trainer import pretrain

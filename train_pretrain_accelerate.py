@@ -52,13 +52,12 @@ from llm_pretrain.distributed.expert_parallel import shard_experts
 from llm_pretrain.distributed.fsdp import (
     clear_mesh_caches,
     layer_precision,
+    parallelize,
     rebound_optimizer,
-    set_timeout,
     shard_full_precision,
     sum_gradients,
 )
-from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes, expert_mesh
-from llm_pretrain.distributed.parallelize import parallelize
+from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes, expert_mesh, set_timeout
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch.checks import (
     check_accelerate_settings,
@@ -238,7 +237,7 @@ class AccelerateEngine:
         plugin.ignored_modules = full_precision_modules(model)
         mesh: Any = self.accelerator.torch_device_mesh
         if (experts := expert_mesh(self.config, self.device.type, self.world_size)) is not None:
-            shard_experts(model, experts, self.config)
+            shard_experts(model, experts, self.config, layer_precision(self.config.training.precision))
         if mesh is not None:
             mesh = mesh["dp_replicate", "dp_shard_cp"]
             set_timeout(mesh, self.config)

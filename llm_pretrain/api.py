@@ -67,7 +67,7 @@ def open_source(
 
     from llm_pretrain.checkpoints.opening import open_model
     from llm_pretrain.data.tokenizers import Tokenizer
-    from llm_pretrain.model.precision import DTYPES
+    from llm_pretrain.model.kernels import DTYPES
 
     on, opened = _device(device), open_model(source)
     folder = Path(tokenizer) if tokenizer else opened.tokenizer_folder
@@ -90,11 +90,6 @@ def open_source(
         print(f"warning: {folder} is not the tokenizer beside the model, {own}", file=sys.stderr)
     ends = _ids(opened.token_ids.get("eos_token_id")) or _ids(chosen.eos_token_id)
     starts = _ids(opened.token_ids.get("bos_token_id")) or _ids(chosen.bos_token_id) or ends
-    if starts and not 0 <= starts[0] < rows:
-        raise CheckpointError(
-            f"{opened.path}: expected a bos_token_id of the model's {rows} ids, found {starts[0]}; correct "
-            "generation_config.json, which goes before config.json"
-        )
     return TrainedModel(
         model=opened.model.to(on, DTYPES[dtype]),
         tokenizer=chosen,

@@ -19,7 +19,6 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.model.kernels import CPU_CHUNK, GPU_CHUNK, Kernels, loss_implementation, supports_varlen
 from llm_pretrain.model.sizes import count_parameters, flops_per_token, layer_matrices
 from llm_pretrain.optim.build import moments
-from llm_pretrain.optim.orthogonal import BATCH_ELEMENTS
 
 CPU_HEAP_HOLES = 0.25
 """Fragmentation of a CPU's heap, relative to the bytes that are allocated and freed within a step (measured).
@@ -165,8 +164,11 @@ class _Rank:
         self.weights = -(-_FP32 * total // shards)
         self.own_gradients = -(-_FP32 * total // (world_size if zero_stage >= 2 else shards))
         hidden, optimizer = sum(map(sum, matrices)), config.optimizer
-        is_whole = declaration(optimizer.name).needs_whole_matrices
-        self.orthogonalized = min(hidden // shards, BATCH_ELEMENTS) if is_whole else 0
+        self.orthogonalized = 0
+        if declaration(optimizer.name).needs_whole_matrices:
+            from llm_pretrain.optim.orthogonal import BATCH_ELEMENTS
+
+            self.orthogonalized = min(hidden // shards, BATCH_ELEMENTS)
         kept = moments(optimizer, "hidden") * hidden + moments(optimizer, "embedding") * (total - hidden)
         state = int(_FP32 * (kept + (total if optimizer.ema_decay else 0)))
         self.optimizer = -(-state // (world_size if is_zero else shards))

@@ -149,7 +149,7 @@ def test_only_the_accelerate_script_imports_accelerate():
         assert not any(name.split(".")[0] == "accelerate" for name in imports(path)), path
 
 
-MAY_TOUCH_DISTRIBUTED = ("launch/", "distributed/", "checkpoints/", "optim/muon.py", "optim/sharded.py")
+MAY_TOUCH_DISTRIBUTED = ("launch/", "distributed/", "checkpoints/", "optim/muon.py", "optim/param_groups.py")
 """Where ranks meet: their start, exchanges of layers and shards, checkpoints, and Muon's divided work. The
 simulation's ranks are fake."""
 

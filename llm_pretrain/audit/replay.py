@@ -17,7 +17,7 @@ from llm_pretrain.launch.jobs import Job, LaunchContext, last_error_lines, run_u
 from llm_pretrain.launch.options import as_options, say
 from llm_pretrain.runs.attempts import read_attempts
 from llm_pretrain.runs.monitor import RunMonitor
-from llm_pretrain.runs.replays import HELD
+from llm_pretrain.runs.record import HELD
 
 _NEVER = (1 << 31) - 1
 

@@ -30,7 +30,7 @@ from llm_pretrain.audit.variants import Variant
 from llm_pretrain.checkpoints.manifest import read_manifest
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.hardware import arithmetic_changes
-from llm_pretrain.runs.replays import HELD
+from llm_pretrain.runs.record import HELD
 from llm_pretrain.runs.rows import is_training_row
 
 EXACT = (*SAMPLES, "train/tokens", "train/learning_rate")

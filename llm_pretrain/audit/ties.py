@@ -19,8 +19,8 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.data.assembly import Batch
 from llm_pretrain.data.loader import global_batches
 from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.kernels import autocast
 from llm_pretrain.model.moe import Router
-from llm_pretrain.model.precision import autocast
 
 
 class Routing(NamedTuple):

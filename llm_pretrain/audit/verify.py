@@ -20,8 +20,7 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
         ConfigError: `folder` is missing, or is not a run's.
     """
     from llm_pretrain.audit import checkpoint_checks, data_checks, history_checks
-    from llm_pretrain.runs.record import check_run_folder
-    from llm_pretrain.runs.replays import REPLAYS_FILE
+    from llm_pretrain.runs.record import REPLAYS_FILE, check_run_folder
 
     check_run_folder(folder)
     run = history_checks.RunFiles(folder)
@@ -49,7 +48,7 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
 
 def _check_replays(check: Check, folder: Path, last: int | None) -> None:
     """Report the verdicts of a run's replays, and the steps at which a replay and the run differ."""
-    from llm_pretrain.runs.replays import difference_lines, read_replays, replay_summary
+    from llm_pretrain.runs.record import difference_lines, read_replays, replay_summary
 
     replays = read_replays(folder, check.problems)
     for line in difference_lines(replays):

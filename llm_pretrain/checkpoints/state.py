@@ -29,7 +29,7 @@ from llm_pretrain.checkpoints.manifest import (
 )
 from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError
-from llm_pretrain.optim.sharded import as_sharded, replicate_dims
+from llm_pretrain.optim.param_groups import as_sharded, replicate_dims
 
 if TYPE_CHECKING:
     from llm_pretrain.distributed.pipeline import Pipeline

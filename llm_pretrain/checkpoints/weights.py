@@ -53,7 +53,7 @@ from llm_pretrain.files import (
     write_marker,
     write_text,
 )
-from llm_pretrain.model.precision import DTYPES
+from llm_pretrain.model.kernels import DTYPES
 from llm_pretrain.optim.ema import average_name
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ import difflib
 import functools
 import os
 import platform
-import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -59,8 +58,7 @@ def load_config(
         world_size: Number of processes of the run; None takes WORLD_SIZE of the environment, else 1.
 
     Raises:
-        ConfigError: with every problem that was found; contradictions that may only follow from
-            another problem are left out.
+        ConfigError: with every unknown setting and wrong type; without these, with what `validate` finds.
         SystemExit: 0, after `--help` or `--print_config`.
     """
     line = _read_command_line(sys.argv[1:] if argv is None else list(argv))
@@ -86,17 +84,10 @@ def load_config(
     if line.wants_print and not line.problems:
         print(dump_yaml(config, comments=True), end="")
         raise SystemExit(0)
-    processes = os.environ.get("WORLD_SIZE", "1") if world_size is None else str(world_size)
-    if processes.isdecimal() and int(processes) > 0:
-        doubtful = named_settings(line.problems)
-        found = validate(config, int(processes), needs_data=needs_data)
-        line.problems += [text for text in found if doubtful.isdisjoint(named_settings([text]))]
-    else:
-        line.problems.append(
-            f"WORLD_SIZE: expected a positive integer in the environment, found {processes!r}"
-        )
-    if line.problems:
-        raise ConfigError(*dict.fromkeys(line.problems))
+    if world_size is None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if problems := line.problems or validate(config, world_size, needs_data=needs_data):
+        raise ConfigError(*dict.fromkeys(problems))
     return config
 
 
@@ -188,9 +179,8 @@ def multiplies_in_bf16() -> bool:
 
 
 def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) -> list[str]:
-    """Lists impossible values and contradictions in `config`, one line each, which begins with the setting.
-
-    It leaves out contradictions that mention a setting whose number is out of range.
+    """Lists the numbers out of range in `config`; without these, its contradictions. One line each, which
+    begins with the setting.
 
     Args:
         config: A configuration whose fields have their types.
@@ -202,10 +192,10 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
         for section, kind in field_types(Config).items()
         for line in check_ranges(kind, vars(getattr(config, section)), f"{section}.")
     ]
-    doubtful = named_settings(out_of_range)
-    contradictions = list(check_mesh(config, world_size)) or [*config.check_batch(world_size)]
-    contradictions = [*config.check(needs_data), *contradictions]
-    return out_of_range + [line for line in contradictions if doubtful.isdisjoint(named_settings([line]))]
+    if out_of_range:
+        return out_of_range
+    sizes = list(check_mesh(config, world_size)) or [*config.check_batch(world_size)]
+    return [*config.check(needs_data), *sizes]
 
 
 def shape_problems(model: ModelConfig) -> list[str]:
@@ -226,18 +216,6 @@ def settings() -> dict[str, Any]:
         for section, section_class in field_types(Config).items()
         for name, kind in field_types(section_class).items()
     }
-
-
-def named_settings(lines: Iterable[str]) -> set[str]:
-    """The settings that messages mention; a message about a section mentions all fields of the section."""
-    named: set[str] = set()
-    for line in lines:
-        named.update(re.findall(r"\b[a-z]+\.\w+", line))
-        if line.startswith(("--config", "configuration:")):  # any setting could have been in that file
-            return set(settings())
-        for section in re.findall(r"(?:^|did you mean )(\w+)[:?]", line):
-            named.update(name for name in settings() if name.startswith(f"{section}."))
-    return named & settings().keys()
 
 
 def unknown_setting(name: str, origin: str = "") -> str:

@@ -122,17 +122,17 @@ class ModelConfig:
     def check_heads(self) -> Iterator[str]:
         """Problems of the numbers of heads and the head size."""
         heads, kv_heads, hidden = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
-        if kv_heads == 0 or heads % kv_heads:
+        if heads % kv_heads:
             yield (
                 f"model.num_attention_heads: expected a multiple of model.num_key_value_heads = {kv_heads}, "
                 f"found {heads}"
             )
-        if self.head_dim is None and (heads == 0 or hidden % heads):
+        if self.head_dim is None and hidden % heads:
             yield (
                 f"model.hidden_size: expected a multiple of model.num_attention_heads = {heads} where "
                 f"model.head_dim is not set, found {hidden}"
             )
-        elif (head_dim := self.head_dim or (heads and hidden // heads)) % 2:
+        elif (head_dim := self.attention_head_dim) % 2:
             source = "" if self.head_dim else " = model.hidden_size / model.num_attention_heads"
             yield f"model.head_dim: expected an even width for rotary positions, found {head_dim}{source}"
 
@@ -202,7 +202,7 @@ class ModelConfig:
                 f"model.first_k_dense_replace: expected at most model.num_hidden_layers = {layers}, "
                 f"found {dense}"
             )
-        elif every > 0 and layers // every * every <= dense:
+        elif layers // every * every <= dense:
             yield (
                 f"model.num_experts: expected a layer that routes to the {self.num_experts} experts, found "
                 f"none with model.num_hidden_layers = {layers}, model.first_k_dense_replace = {dense}, "

@@ -476,22 +476,14 @@ class Config:
         micro, total = self.training.micro_batch_size, self.training.global_batch_size
         ranks = self.distributed.mesh(world_size).data
         unit = micro * ranks
-        if unit > 0 and total % unit == 0:
+        if total % unit == 0:
             return
-        below = max(total // unit, 0) * unit if unit > 0 else 0
-        sizes = " or ".join(str(size) for size in (below, below + unit) if size > 0)
-        advice = f"training.global_batch_size {sizes} would work"
-        if total % ranks == 0:
-            each = total // ranks
-            fits = [size for size in range(1, min(each, 4096) + 1) if each % size == 0]
-            near = sorted(sorted(fits, key=lambda size: abs(size - micro))[:5])
-            advice += ", or training.micro_batch_size " + " or ".join(str(size) for size in near)
-        else:
-            advice += f"; no training.micro_batch_size works with {total} on {ranks} processes"
+        below = total // unit * unit
+        sizes = f"{below} or {below + unit}" if below else str(unit)
         yield (
             "training.global_batch_size: expected a multiple of training.micro_batch_size * "
             f"{'world size' if ranks == world_size else 'data-parallel ranks'} = {micro} * {ranks} = {unit}, "
-            f"found {total}; {advice}"
+            f"found {total}; {sizes} would work"
         )
 
     def check_schedule(self) -> Iterator[str]:

@@ -19,8 +19,6 @@ from llm_pretrain.text import first_line
 
 MAX_BYTES = 1 << 18
 """Largest size of a settings file in bytes: a hundred times the size of the longest preset."""
-MAX_VALUES = 10_000
-"""Largest number of values in a text."""
 
 _TAG = "tag:yaml.org,2002:"
 _DIGITS = "[0-9]+(?:_[0-9]+)*"
@@ -44,15 +42,11 @@ class _Reader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012  # PyYAML keeps its tables on the class
     yaml_constructors: dict = {}  # noqa: RUF012
 
-    _values = 0
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Lets PyYAML compose the node, but no alias: a few lines of aliases can mean billions of values."""
-        mark, self._values = self.peek_event().start_mark, self._values + 1
         if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
             raise ComposerError(None, None, "an alias; write the value out", mark)
-        if self._values > MAX_VALUES:
-            raise ComposerError(None, None, f"more than {MAX_VALUES} values", mark)
         return super().compose_node(parent, index)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
@@ -132,7 +126,7 @@ def read_yaml(text: str) -> Any:
     """The value of a YAML text; None for an empty one.
 
     Raises:
-        YamlError: not YAML, a repeated key, a tag of an object, or beyond the bounds above.
+        YamlError: not YAML, an alias, a repeated key, or a tag of an object.
     """
     try:
         return yaml.load(text, Loader=_Reader)

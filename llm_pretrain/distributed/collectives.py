@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -165,20 +162,10 @@ def gather_results(ranks: Ranks, action: Callable[[], T], doing: str | None = No
 
 
 def one_line(error: BaseException) -> str:
-    """The error's type and text on one line; of an OSError the text, with the free bytes of a full disk."""
+    """The error's type and text on one line; of an OSError the text."""
     if isinstance(error, OSError):
-        return " ".join(str(error).split()) + _free_space(error)
+        return " ".join(str(error).split())
     return type_and_reason(error)
-
-
-def _free_space(error: OSError) -> str:
-    """Free bytes at a disk-full error, read before unfinished files are deleted; else empty."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not isinstance(error.filename, str):
-        return ""
-    try:
-        return f" ({shutil.disk_usage(Path(error.filename).parent).free} bytes free)"
-    except OSError:
-        return ""
 
 
 def check_same(

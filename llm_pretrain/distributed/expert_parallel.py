@@ -17,24 +17,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.distributed.fsdp import layer_precision
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import combine, dispatch, inverse_order, product_dtype, uncompiled
 from llm_pretrain.model.moe import Experts
-from llm_pretrain.optim.sharded import to_local
+from llm_pretrain.optim.param_groups import to_local
 
 
-def shard_experts(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
+def shard_experts(model: Decoder, mesh: DeviceMesh, config: Config, precision: MixedPrecisionPolicy) -> None:
     """Shard the experts of a model on the meta device over groups of `ep_size` neighbouring ranks.
 
     Rank p of a group holds the n experts from p*n on. FSDP shards these over the ranks of a replica with
     equal p: by whole experts if the number of these ranks divides n, else by rows. Each layer's experts are
-    an FSDP group of their own. Call this before the rest is sharded. `mesh` is an `expert_mesh`.
+    an FSDP group of their own. Call this before the rest is sharded. `mesh` is an `expert_mesh`,
+    `precision` that of the layers.
     """
     ep, shards = mesh["ep"], mesh["ep_shard"].size()
     names = mesh.mesh_dim_names or ()
@@ -51,7 +51,7 @@ def shard_experts(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
             fully_shard(
                 module,
                 mesh=holders,
-                mp_policy=layer_precision(config.training.precision),
+                mp_policy=precision,
                 shard_placement_fn=lambda _: Shard(int(by_rows)),
             )
 

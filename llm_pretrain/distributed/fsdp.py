@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2): the parts that both launch paths share."""
+"""Shards a model over a mesh by FSDP2: positions, experts, matrices, and everything else."""
 
 from __future__ import annotations
 
@@ -16,12 +16,46 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.launch.watchdog import collective_timeout
+from llm_pretrain.distributed.mesh import Meshes, Place
 from llm_pretrain.model.decoder import Decoder, full_precision_modules
-from llm_pretrain.model.precision import DTYPES
-from llm_pretrain.optim.sharded import replicate_dims, to_local
+from llm_pretrain.model.kernels import DTYPES
+from llm_pretrain.model.moe import Experts
+from llm_pretrain.optim.param_groups import replicate_dims, to_local
 
 distributed: Any = torch.distributed  # untyped, as in collectives.py
+
+
+def parallelize(model: Decoder, meshes: Meshes, place: Place, config: Config) -> None:
+    """Divide sequences among ranks that share them, and shard every parameter of a model on the meta device.
+
+    Parameters are sharded over all ranks, or over the ranks of a replica.
+
+    The matrices of a layer are one group: they are all-gathered for the layer's forward pass, freed, and
+    all-gathered again for its backward pass; then their gradients are reduce-scattered, and all-reduced over
+    replicas. FSDP shards each part of a matrix that tensor parallelism divides over the ranks with this part.
+    """
+    # imported only for meshes that exist: most runs have none of these
+    if meshes.sequence is not None:
+        from llm_pretrain.distributed.context_parallel import divide_sequences
+
+        divide_sequences(model, meshes, place)
+    precision = layer_precision(config.training.precision)
+    if meshes.experts is not None:
+        from llm_pretrain.distributed.expert_parallel import shard_experts
+
+        shard_experts(model, meshes.experts, config, precision)
+    elif meshes.tp is not None:  # every `tp` rank has whole experts
+        for experts in (module for module in model.modules() if isinstance(module, Experts)):
+            fully_shard(experts, mesh=meshes.shards, mp_policy=precision)
+    if meshes.tp is not None:
+        from llm_pretrain.distributed.tensor_parallel import shard_matrices
+
+        shard_matrices(model, meshes.tp)
+    sharded = shard_full_precision(model, meshes.shards, meshes.matrices if meshes.tp is not None else None)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=meshes.matrices, mp_policy=precision, ignored_params=sharded)
+    fully_shard(model, mesh=meshes.shards)
+    sum_gradients(model)
 
 
 def layer_precision(precision: str) -> MixedPrecisionPolicy:
@@ -34,12 +68,6 @@ def layer_precision(precision: str) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy()
     dtype = DTYPES[precision]
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-def set_timeout(mesh: DeviceMesh, config: Config) -> None:
-    """Give the groups of a mesh the time-out of the run's collectives: torch does not set it for them."""
-    for dim in range(mesh.ndim):
-        distributed.distributed_c10d._set_pg_timeout(collective_timeout(config), mesh.get_group(dim))
 
 
 def sum_gradients(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor, nn
 
-from llm_pretrain.optim.sharded import as_sharded, to_local
+from llm_pretrain.optim.param_groups import as_sharded, to_local
 
 BLOCK = 1 << 18
 """Elements that are drawn together. Every block has a seed of its own, so n neighbouring elements take at

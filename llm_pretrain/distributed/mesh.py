@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llm_pretrain.config.distributed_config import MeshSizes
 from llm_pretrain.config.tree import Config
+from llm_pretrain.launch.watchdog import collective_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -104,9 +105,7 @@ def build_meshes(config: Config, device_type: str, world_size: int) -> Meshes:
         device_type: "cpu" or "cuda".
         world_size: Ranks.
     """
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    from llm_pretrain.distributed.fsdp import set_timeout  # both take time to import
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # takes time to import
 
     sizes = config.distributed.mesh(world_size)
     meshes = Meshes(experts=expert_mesh(config, device_type, world_size))
@@ -150,8 +149,6 @@ def expert_mesh(config: Config, device_type: str, world_size: int) -> DeviceMesh
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    from llm_pretrain.distributed.fsdp import set_timeout
-
     ep, sizes = config.distributed.ep_size, config.distributed.mesh(world_size)
     if ep == 1 or world_size == 1:
         return None
@@ -162,3 +159,10 @@ def expert_mesh(config: Config, device_type: str, world_size: int) -> DeviceMesh
     for each in (mesh, flat):
         set_timeout(each, config)
     return mesh
+
+
+def set_timeout(mesh: DeviceMesh, config: Config) -> None:
+    """Give the groups of a mesh the time-out of the run's collectives: torch does not set it for them."""
+    distributed: Any = torch.distributed  # untyped, as in collectives.py
+    for dim in range(mesh.ndim):
+        distributed.distributed_c10d._set_pg_timeout(collective_timeout(config), mesh.get_group(dim))

@@ -29,7 +29,7 @@ from llm_pretrain.export.huggingface import (
     read_config,
     rounded,
 )
-from llm_pretrain.model.precision import DTYPES
+from llm_pretrain.model.kernels import DTYPES
 from llm_pretrain.text import reason_of
 
 if TYPE_CHECKING:

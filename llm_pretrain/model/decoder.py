@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model.attention import Attention, LayerCache, rotary_tables
-from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.attention import DocumentLayout, document_layout
 from llm_pretrain.model.kernels.choice import AUTO, Kernels, attention_implementation, loss_kernel
-from llm_pretrain.model.kernels.layers import product_dtype
+from llm_pretrain.model.kernels.layers import ACTIVATIONS, product_dtype
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX, LossSums
 from llm_pretrain.model.layers import Embedding, FeedForward, Linear, RMSNorm
 from llm_pretrain.model.moe import Experts, MoeFeedForward, Router, RouterSums

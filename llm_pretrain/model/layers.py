@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_pretrain.model.kernels.activations import SILU, Activation
 from llm_pretrain.model.kernels.layers import (
+    SILU,
+    Activation,
     apply_linears,
     at_least_fp32,
     gated,

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llm_pretrain.config.model_config import ModelConfig
-from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.choice import AUTO, Kernels, experts_kernel
 from llm_pretrain.model.kernels.experts import top_experts
-from llm_pretrain.model.kernels.layers import at_least_fp32, linear, product_dtype
+from llm_pretrain.model.kernels.layers import ACTIVATIONS, at_least_fp32, linear, product_dtype
 from llm_pretrain.model.layers import FeedForward
 
 

@@ -26,10 +26,10 @@ from torch.optim import AdamW
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model.attention import rotary_tables
 from llm_pretrain.model.decoder import DecoderLayer, compile_layer
-from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.attention import DocumentLayout, document_attention, document_layout
 from llm_pretrain.model.kernels.choice import Kernels, experts_kernel, loss_kernel, resolved_kernels
 from llm_pretrain.model.kernels.experts import experts_reference
+from llm_pretrain.model.kernels.layers import ACTIVATIONS
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.model.layers import RMSNorm
 from llm_pretrain.text import type_and_reason
@@ -79,13 +79,10 @@ def error_bound(part: Part, device: torch.device, dtype: torch.dtype) -> float:
     if part not in ("norm", "optimizer"):
         unit = torch.finfo(dtype).eps
         if dtype == torch.float32:
-            unit = _TF32 if device.type == "cuda" and _allows_tf32() else 0.0
+            allows_tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+            unit = _TF32 if allows_tf32 else 0.0
     bound = unit + _SUMMED * torch.finfo(torch.float32).eps
     return 2 * bound if part == "compile" else bound
-
-
-def _allows_tf32() -> bool:
-    return torch.get_float32_matmul_precision() != "highest"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from llm_pretrain.optim.sharded import to_local
+from llm_pretrain.optim.param_groups import to_local
 
 AVERAGE = "ema"
 """Key of the average in a parameter's optimizer state."""

@@ -24,8 +24,7 @@ from llm_pretrain.config.optimizers import Role
 from llm_pretrain.config.tree import OptimizerConfig
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.orthogonal import BATCH_ELEMENTS, orthogonalize, product_dtype
-from llm_pretrain.optim.param_groups import Group, parameter_groups
-from llm_pretrain.optim.sharded import as_sharded, replicate_dims, to_local
+from llm_pretrain.optim.param_groups import Group, as_sharded, parameter_groups, replicate_dims, to_local
 
 T = TypeVar("T")
 distributed: Any = torch.distributed

@@ -1,4 +1,4 @@
-"""Parameter groups that optimizers share: the role of each parameter, its learning rate and weight decay.
+"""What optimizers share: each parameter's role, learning rate and weight decay, and this rank's part of it.
 
 µP scales initial values and learning rates by width (arXiv:2203.03466, table 8; arXiv:2310.17813). n is the
 width, b the base width at which the learning rates were tuned, and r = b / n. Inner sizes grow in proportion
@@ -24,13 +24,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from llm_pretrain.config.optimizers import Role
 from llm_pretrain.config.tree import OptimizerConfig
 from llm_pretrain.model.decoder import Decoder
+
+if TYPE_CHECKING:  # importing it takes a second
+    from torch.distributed.tensor import DTensor
 
 Group = tuple[tuple[str, ...], dict[str, Any]]
 """The key of a parameter group, and the settings of this group."""
@@ -100,3 +103,19 @@ def _adamw_group(role: Role, parameter: Tensor, model: Decoder, config: Optimize
     # a step multiplies a matrix by 1 - lr * weight_decay, which must not depend on the width
     kind = ("adamw", _SCALED_AS.get(role, role))
     return kind, {"lr_ratio": factor, "weight_decay": decay / factor}
+
+
+def as_sharded(tensor: Tensor) -> DTensor | None:
+    """The tensor as a DTensor; None if it is not sharded."""
+    return tensor if hasattr(tensor, "full_tensor") else None  # type: ignore[return-value]
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory; the tensor itself if it is not sharded."""
+    sharded = as_sharded(tensor)
+    return tensor if sharded is None else sharded.to_local()
+
+
+def replicate_dims(sharded: DTensor) -> list[int]:
+    """The dimensions of the mesh along which ranks hold the same part."""
+    return [dim for dim, placement in enumerate(sharded.placements) if placement.is_replicate()]

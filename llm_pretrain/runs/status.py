@@ -25,7 +25,7 @@ from llm_pretrain.errors import (
 from llm_pretrain.files import object_or_empty, replace_text
 from llm_pretrain.launch.out_of_memory import is_out_of_memory
 from llm_pretrain.launch.watchdog import heartbeat
-from llm_pretrain.runs.replays import REPLAYS_FILE, difference_lines, read_replays, replay_status
+from llm_pretrain.runs.record import REPLAYS_FILE, difference_lines, read_replays, replay_status
 
 
 def read_status(path: Path) -> dict[str, Any]:

@@ -17,8 +17,14 @@ from llm_pretrain.config.loading import to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import OutputError
 from llm_pretrain.files import check_replaceable, replace_text
-from llm_pretrain.runs.record import RunRecord, fault_lines, metric_values, read_run
-from llm_pretrain.runs.replays import difference_lines, replay_summary
+from llm_pretrain.runs.record import (
+    RunRecord,
+    difference_lines,
+    fault_lines,
+    metric_values,
+    read_run,
+    replay_summary,
+)
 from llm_pretrain.runs.rows import Row, finite_number
 from llm_pretrain.text import duration, quantity, reason_of, setting_text
 from llm_pretrain.tracking.report_charts import (

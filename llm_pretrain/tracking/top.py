@@ -17,8 +17,7 @@ from rich.text import Text
 from llm_pretrain.config.schema import Range
 from llm_pretrain.errors import printable
 from llm_pretrain.files import open_plain
-from llm_pretrain.runs.record import check_run_folder, fault_lines, is_run_folder, read_run
-from llm_pretrain.runs.replays import difference_lines
+from llm_pretrain.runs.record import check_run_folder, difference_lines, fault_lines, is_run_folder, read_run
 from llm_pretrain.runs.rows import finite_number, parse_row
 from llm_pretrain.text import duration, quantity
 

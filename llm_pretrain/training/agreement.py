@@ -22,7 +22,6 @@ from llm_pretrain.distributed.collectives import check_same
 from llm_pretrain.errors import ConfigError, DivergedError
 from llm_pretrain.hardware import ARITHMETIC_VARIABLES, package_version
 from llm_pretrain.launch.watchdog import heartbeat
-from llm_pretrain.optim.orthogonal import product_dtype
 from llm_pretrain.training.engine import Engine
 
 MAY_DIFFER = {"data.num_workers", "distributed.cpu_threads", "run.output_dir"}
@@ -54,6 +53,8 @@ def launch_facts(config: Config, engine: Engine) -> dict[str, str]:
     facts["Python"] = ".".join(map(str, sys.version_info[:2]))
     declared = declaration(config.optimizer.name)
     if declared.needs_whole_matrices:  # the ranks exchange buffers of this type
+        from llm_pretrain.optim.orthogonal import product_dtype
+
         dtype = product_dtype(engine.device, config.training.precision != "fp32")
         facts[f"type of {declared.title}'s products"] = str(dtype)
     if config.optimizer.name not in OPTIMIZERS:

@@ -24,7 +24,7 @@ from llm_pretrain.distributed.collectives import any_rank
 from llm_pretrain.errors import CorruptionError, PretrainError
 from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.model.decoder import DecoderLayer
-from llm_pretrain.optim.sharded import replicate_dims, to_local
+from llm_pretrain.optim.param_groups import replicate_dims, to_local
 from llm_pretrain.runs.status import Status
 from llm_pretrain.training.agreement import bits_sum
 from llm_pretrain.training.decision import Decision

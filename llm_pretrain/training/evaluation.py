@@ -22,7 +22,7 @@ from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.errors import OutputError
 from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
-from llm_pretrain.model.precision import autocast
+from llm_pretrain.model.kernels import autocast
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.rows import MetricsWriter
 from llm_pretrain.tracking.trackers import Console

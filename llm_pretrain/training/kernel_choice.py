@@ -16,8 +16,7 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed.collectives import gather_results, run_on_rank0
 from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.launch.watchdog import heartbeat
-from llm_pretrain.model.kernels import configured_kernels, experts_requirement
-from llm_pretrain.model.precision import DTYPES
+from llm_pretrain.model.kernels import DTYPES, configured_kernels, experts_requirement
 from llm_pretrain.model.self_check import PARTS, KernelCheck, Part, check_kernels
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.rows import read_rows

@@ -26,8 +26,13 @@ from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.export.config_json import model_config_from_huggingface
 from llm_pretrain.export.huggingface import read_config, read_parts
 from llm_pretrain.model.decoder import Decoder, DecoderLayer, compile_layer
-from llm_pretrain.model.kernels import configured_kernels, describe_kernels, experts_requirement, is_gpu
-from llm_pretrain.model.precision import DTYPES
+from llm_pretrain.model.kernels import (
+    DTYPES,
+    configured_kernels,
+    describe_kernels,
+    experts_requirement,
+    is_gpu,
+)
 from llm_pretrain.optim.param_groups import initial_factor
 from llm_pretrain.text import reason_of, setting_text
 
@@ -76,39 +81,14 @@ def refuse_kernels(config: Config, device: torch.device) -> None:
         )
 
 
-def check_compiler(config: Config) -> None:
-    """Stop before a model is built if `training.compile` is `on` and there is no compiler.
-
-    With `auto` and no compiler, the run trains uncompiled (`choose_kernels`).
-
-    Raises:
-        ConfigError: naming what is missing.
-    """
-    if config.training.compile == "on" and (missing := missing_compiler()):
-        raise ConfigError(
-            f"training.compile: expected {missing} for what torch.compile generates, found none; install it, "
-            "or set training.compile off"
-        )
-
-
 def missing_compiler() -> str | None:
-    """What `torch.compile` lacks for the code that it generates, in words: a C++ compiler on a CPU, a C
-    compiler or Triton on a GPU; None where nothing is missing."""
+    """What `torch.compile` lacks on a GPU for the code that it generates, in words; None if nothing."""
     if not torch.cuda.is_available():
-        return None if _has_cpp_compiler() else "a C++ compiler (g++ or clang++, or CXX)"
+        return None
     if find_spec("triton") is None:
         return "the package triton"
     names = [name for name in (os.environ.get("CC"), "gcc", "clang") if name]
     return None if any(map(shutil.which, names)) else "a C compiler (gcc or clang, or CC)"
-
-
-def _has_cpp_compiler() -> bool:
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        return bool(cpp_builder.get_cpp_compiler())
-    except (exc.InvalidCxxCompiler, RuntimeError):
-        return False
 
 
 def compile_layers(model: Decoder, config: Config, world_size: int = 1) -> None:
@@ -249,14 +229,15 @@ def load_initial_weights(model: Decoder, config: Config) -> list[str]:
         One line for the console about each thing that was done.
 
     Raises:
-        ConfigError: no such folder, an architecture that the decoder lacks, another tokenizer, or every
-            field that differs from the folder's, with both values.
-        CheckpointError: the folder's files are broken or do not belong together.
+        ConfigError: an architecture that the decoder lacks, another tokenizer, or every field that differs
+            from the folder's, with both values.
+        CheckpointError: the folder's files are missing, broken or do not belong together.
     """
     if config.model.init_from is None:
         return []
     folder = Path(config.model.init_from)
-    source_config = _read_shape(folder)
+    with _as_init_from_errors():
+        source_config = model_config_from_huggingface(read_config(folder))
     _check_tokenizer(folder, config)  # first: a store of the right tokenizer also has its vocab_size
     _check_shape(folder, source_config, config.model)
     notes, own = [f"started from the weights in {folder}"], model.state_dict()
@@ -302,21 +283,6 @@ def _as_init_from_errors() -> Iterator[None]:
         raise ConfigError(*(f"model.init_from: {problem}" for problem in error.problems)) from error
     except CheckpointError as error:
         raise CheckpointError(f"model.init_from: {reason_of(error)}") from error
-
-
-def _read_shape(folder: Path) -> ModelConfig:
-    """The model configuration of the folder; ConfigError if there is none that the decoder knows."""
-    if not folder.is_dir():
-        raise ConfigError(
-            f"model.init_from: expected a folder with config.json and model.safetensors, found none at "
-            f"{folder}; download a model from a hub first"
-        )
-    if not (folder / "config.json").exists() and (steps := sorted(folder.glob("step-*"))):
-        raise ConfigError(
-            f"model.init_from: expected a folder with config.json, found none in {folder}; take {steps[-1]}"
-        )
-    with _as_init_from_errors():
-        return model_config_from_huggingface(read_config(folder))
 
 
 def _check_shape(folder: Path, source_config: ModelConfig, target_config: ModelConfig) -> None:

@@ -13,7 +13,6 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.data.assembly import Batch
 from llm_pretrain.distributed.collectives import Ranks
 from llm_pretrain.model.decoder import DecoderOutput
-from llm_pretrain.training.spikes import Spike
 
 
 class Objective:
@@ -136,6 +135,21 @@ def source_sums(output: DecoderOutput, batch: Batch, num_sources: int) -> Tensor
     is_of_source = (batch.sources[:, None] == numbers).to(output.token_losses.device)
     per_sequence = torch.stack([output.token_losses.double().sum(1), batch.loss_mask.double().sum(1)])
     return torch.where(is_of_source, per_sequence[:, :, None], 0.0).sum(1)
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step whose loss or gradient norm is far above those of the steps before.
+
+    Args:
+        kind: `loss`, `grad_norm` or `loss+grad_norm`; the row's `train/spike`.
+        text: The numbers, for a warning.
+        skipped: The row's `train/skipped`; None if the spike is only logged.
+    """
+
+    kind: str
+    text: str
+    skipped: str | None
 
 
 class StepEngine(Ranks, Protocol):

@@ -59,7 +59,7 @@ def evaluate_stores(model: Decoder, tokenizer: Tokenizer, config: Config, split:
     from llm_pretrain.data.loader import evaluation_batches, open_stores
     from llm_pretrain.distributed.collectives import OneRank
     from llm_pretrain.distributed.mesh import Place
-    from llm_pretrain.model.precision import autocast
+    from llm_pretrain.model.kernels import autocast
     from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 
     stores = open_stores(config)

@@ -43,7 +43,6 @@ from llm_pretrain.training.evaluation import Evaluator, PredictedCurve, Samples,
 from llm_pretrain.training.kernel_choice import choose_kernels
 from llm_pretrain.training.model_setup import (
     build_model,
-    check_compiler,
     check_float8,
     check_repeatable,
     initialize_weights,
@@ -393,7 +392,6 @@ def pretrain(config: Config, engine: Engine) -> int:
         try:
             run_on_all_ranks(engine, status.started)  # rank 0 writes; its failure is raised on all
             report_hangs_to(folder, status)
-            run_on_all_ranks(engine, lambda: check_compiler(config))
             run_on_all_ranks(engine, lambda: check_float8(config))
             run_on_all_ranks(engine, lambda: moments(config.optimizer, "hidden"))  # tries a class out
             run_on_all_ranks(engine, lambda: check_repeatable(config, engine.device))

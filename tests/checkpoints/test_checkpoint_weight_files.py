@@ -25,11 +25,10 @@ from llm_pretrain.checkpoints.weights import HeldWeights, WeightFiles, model_wei
 from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config, TrainingConfig
-from llm_pretrain.distributed import fsdp
+from llm_pretrain.distributed import mesh as meshes
 from llm_pretrain.distributed.collectives import OneRank
-from llm_pretrain.distributed.fsdp import clear_mesh_caches
+from llm_pretrain.distributed.fsdp import clear_mesh_caches, parallelize
 from llm_pretrain.distributed.mesh import Place, build_meshes
-from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.errors import CheckpointError, DivergedError
 from llm_pretrain.export.config_json import match_hf_architecture
 from llm_pretrain.export.huggingface import to_huggingface
@@ -149,7 +148,7 @@ def test_every_mesh_writes_the_bytes_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mesh: str
 ):
     monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 6000)
-    monkeypatch.setattr(fsdp, "set_timeout", lambda *_: None)  # warns of a group that is a fake
+    monkeypatch.setattr(meshes, "set_timeout", lambda *_: None)  # warns of a group that is a fake
     config, (world_size, sizes) = MODELS[name], MESHES[mesh]
     for folder in ("one", "several"):
         (tmp_path / folder).mkdir()

@@ -161,13 +161,10 @@ def test_all_problems_are_reported_at_once(write):
     assert len(lines) == len(begins)
 
 
-def test_contradictions_come_with_the_other_problems_unless_these_may_be_their_cause():
-    lines = problems_of(
-        *("--run.sed", "3", "--training.global_batch_size", "7", "--training.micro_batch_size", "2"), *SOURCES
-    )
-    assert [line.partition(":")[0] for line in lines] == ["run.sed", "training.global_batch_size"]
-    lines = problems_of("--training.global_batch_size", "7", "--training.micro_batch_sze", "7", *SOURCES)
-    assert [line.partition(":")[0] for line in lines] == ["training.micro_batch_sze"]
+def test_contradictions_are_judged_once_all_settings_are_known():
+    sizes = ("--training.global_batch_size", "7", "--training.micro_batch_size", "2", *SOURCES)
+    assert [line.partition(":")[0] for line in problems_of("--run.sed", "3", *sizes)] == ["run.sed"]
+    assert [line.partition(":")[0] for line in problems_of(*sizes)] == ["training.global_batch_size"]
 
 
 def test_empty_files_and_sections_change_nothing(write):
@@ -235,8 +232,6 @@ def test_world_size_of_the_launch_is_taken_from_the_environment(monkeypatch):
     assert load_config(argv).gradient_accumulation_steps(2) == 1
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "4 * 3 = 12, found 8" in problems_of(*argv)[0]
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    assert problems_of(*argv)[0].startswith("WORLD_SIZE: expected a positive integer")
 
 
 @pytest.mark.parametrize(("ids", "rows"), [(1, 64), (64, 64), (65, 128), (6400, 6400)])

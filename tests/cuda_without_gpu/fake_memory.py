@@ -18,10 +18,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.distributed.fsdp import rebound_optimizer
+from llm_pretrain.distributed.fsdp import parallelize, rebound_optimizer
 from llm_pretrain.distributed.initial_values import materialize
 from llm_pretrain.distributed.mesh import Meshes, Place, expert_mesh
-from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.forecast.simulation.patches import tracked
 from llm_pretrain.forecast.simulation.tracker import Tracker
 from llm_pretrain.optim.build import build_optimizer

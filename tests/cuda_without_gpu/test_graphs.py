@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from llm_pretrain.config.tree import Config
+from llm_pretrain.distributed.fsdp import parallelize
 from llm_pretrain.distributed.mesh import Meshes, Place
-from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import attention
 from llm_pretrain.model.layers import RMSNorm

@@ -18,9 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llm_pretrain.config.tree import Config
 from llm_pretrain.model import self_check
-from llm_pretrain.model.kernels import attention
+from llm_pretrain.model.kernels import DTYPES, attention
 from llm_pretrain.model.kernels.choice import configured_kernels
-from llm_pretrain.model.precision import DTYPES
 from llm_pretrain.model.self_check import check_kernels
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.training.kernel_choice import KernelChoice, choose_kernels

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llm_pretrain.config.model_config import ModelConfig
-from llm_pretrain.model.kernels.activations import ACTIVATIONS
+from llm_pretrain.model.kernels.layers import ACTIVATIONS
 
 KINDS = pytest.mark.parametrize("hidden_act", ACTIVATIONS)
 

@@ -13,7 +13,6 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model.kernels import choice as kernels
 from llm_pretrain.model.kernels import experts, layers
-from llm_pretrain.model.kernels.activations import ACTIVATIONS, SILU, Activation
 from llm_pretrain.model.kernels.choice import Kernels, describe_kernels, experts_requirement
 from llm_pretrain.model.kernels.experts import (
     experts_reference,
@@ -22,6 +21,7 @@ from llm_pretrain.model.kernels.experts import (
     top_experts,
     triton_experts,
 )
+from llm_pretrain.model.kernels.layers import ACTIVATIONS, SILU, Activation
 from llm_pretrain.model.moe import MoeFeedForward
 from llm_pretrain.training.model_setup import build_model
 

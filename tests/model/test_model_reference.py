@@ -13,8 +13,8 @@ from torch import Tensor
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.choice import AUTO, Kernels
+from llm_pretrain.model.kernels.layers import ACTIVATIONS
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.training.model_setup import initialize_weights
 

@@ -14,9 +14,9 @@ from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model import self_check
 from llm_pretrain.model.kernels import attention, layers
 from llm_pretrain.model.kernels import choice as kernels
-from llm_pretrain.model.kernels.activations import ACTIVATIONS
 from llm_pretrain.model.kernels.attention import DocumentLayout
 from llm_pretrain.model.kernels.choice import Kernels
+from llm_pretrain.model.kernels.layers import ACTIVATIONS
 from llm_pretrain.model.kernels.loss import LossSums
 from llm_pretrain.model.self_check import KernelCheck, Part, check_kernels
 

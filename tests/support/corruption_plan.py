@@ -13,7 +13,7 @@ import torch
 from support.faults import Fault, Patch
 from support.rank_cases import Case
 
-from llm_pretrain.optim.sharded import to_local
+from llm_pretrain.optim.param_groups import to_local
 from llm_pretrain.training import trainer
 
 Changes = dict[str, dict[str, Any]]

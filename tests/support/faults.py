@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-import llm_pretrain.optim.adamw as adamw
+import llm_pretrain.optim.build as build
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.data.loader import shard
 from llm_pretrain.model.layers import FeedForward
@@ -219,8 +219,8 @@ PREPARED_SCHEDULE = together(
 
 def another_optimizer(patch: Patch, engine: type) -> None:
     """AdamW's unfused kernel."""
-    fused = adamw.AdamW
-    patch.setattr(adamw, "AdamW", lambda *a, **options: fused(*a, **options | {"fused": False}))
+    fused = build.AdamW
+    patch.setattr(build, "AdamW", lambda *a, **options: fused(*a, **options | {"fused": False}))
 
 
 # Gradient scaling, by hand in fp16

@@ -12,7 +12,7 @@ from filelock import FileLock
 from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.runs.replays import difference_lines, replay_summary
+from llm_pretrain.runs.record import difference_lines, replay_summary
 from llm_pretrain.runs.status import Status, record_replay
 from llm_pretrain.tracking.report import write_report
 

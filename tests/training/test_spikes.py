@@ -25,8 +25,7 @@ from llm_pretrain.config.loading import from_dict, validate
 from llm_pretrain.training import saving
 from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.engine import DIGEST_WORDS
-from llm_pretrain.training.progress import Progress
-from llm_pretrain.training.spikes import MIN_STEPS, NEW_LEVEL, WINDOW, SpikeDetector, upper_bound
+from llm_pretrain.training.progress import MIN_STEPS, NEW_LEVEL, WINDOW, Progress, SpikeDetector, upper_bound
 from llm_pretrain.training.step import Step, StepSums
 
 FIRST = POISONED[0]

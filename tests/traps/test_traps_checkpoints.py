@@ -18,7 +18,7 @@ from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import CheckpointConfig, Config
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.export.huggingface import to_huggingface
-from llm_pretrain.model.precision import DTYPES
+from llm_pretrain.model.kernels import DTYPES
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llm_pretrain.optim.sharded import to_local
+from llm_pretrain.optim.param_groups import to_local
 
 _KINDS = {
     "_allgather_base_": "all_gather",

@@ -10,7 +10,15 @@ from llm_pretrain.model.kernels.choice import (
     supports_varlen,
 )
 from llm_pretrain.model.kernels.experts import combine, dispatch, inverse_order
-from llm_pretrain.model.kernels.layers import GPU_TYPES, is_gpu, linear, product_dtype, uncompiled
+from llm_pretrain.model.kernels.layers import (
+    DTYPES,
+    GPU_TYPES,
+    autocast,
+    is_gpu,
+    linear,
+    product_dtype,
+    uncompiled,
+)
 from llm_pretrain.model.kernels.loss import (
     CPU_CHUNK,
     GPU_CHUNK,
@@ -21,11 +29,13 @@ from llm_pretrain.model.kernels.loss import (
 
 __all__ = [
     "CPU_CHUNK",
+    "DTYPES",
     "GPU_CHUNK",
     "GPU_TYPES",
     "DocumentLayout",
     "Kernels",
     "LossSums",
+    "autocast",
     "combine",
     "configured_kernels",
     "describe_kernels",

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llm_pretrain.model.kernels.activations import SILU, Activation
 from llm_pretrain.model.kernels.layers import (
+    SILU,
+    Activation,
     builds_code_per_shape,
     is_gpu,
     product,

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,6 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from llm_pretrain.hardware import processor
-from llm_pretrain.model.kernels.activations import Activation
 
 HAS_TRITON = find_spec("triton") is not None
 """Whether Triton is installed, the compiler of some kernels."""
@@ -29,7 +29,15 @@ HAS_TRITON = find_spec("triton") is not None
 GPU_TYPES = {"cuda"}
 """Device types that use GPU kernels; a simulation adds its own device type."""
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The types of `training.precision` and of written weights."""
+
 F_ = TypeVar("F_", bound=Callable[..., Any])
+
+
+def autocast(device_type: str, precision: str) -> AbstractContextManager[Any]:
+    """A context manager for forward passes in this precision; it can be entered several times."""
+    return nullcontext() if precision == "fp32" else torch.autocast(device_type, DTYPES[precision])
 
 
 def uncompiled(function: F_) -> F_:
@@ -308,3 +316,50 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     torch.mul(second, cos, out=out_second)
     out_second.addcmul_(first, sin, value=direction)
     return out
+
+
+class Activation(NamedTuple):
+    """An elementwise function, in the forms that autograd and our own backward passes need."""
+
+    function: Callable[[Tensor], Tensor]
+    """The differentiable function. Autograd saves only its input, as the memory estimate assumes."""
+    write: Callable[[Tensor, Tensor], object]
+    """`write(x, out)` writes the function of x to `out`."""
+    write_gradient: Callable[[Tensor, Tensor, Tensor], object]
+    """`write_gradient(grad, x, out)` writes `grad` times the derivative at x to `out`."""
+
+
+class _SquaredReLU(torch.autograd.Function):
+    """Saves x only; eager autograd would save relu(x) too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.relu().square_()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x.relu().mul_(2).mul_(grads[0])
+
+
+_aten: Any = torch.ops.aten
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": Activation(
+        F.silu,
+        lambda x, out: _aten.silu.out(x, out=out),
+        lambda grad, x, out: _aten.silu_backward.grad_input(grad, x, grad_input=out),
+    ),
+    "gelu_pytorch_tanh": Activation(
+        functools.partial(F.gelu, approximate="tanh"),
+        lambda x, out: _aten.gelu.out(x, approximate="tanh", out=out),
+        lambda grad, x, out: _aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=out),
+    ),
+    "relu2": Activation(
+        _SquaredReLU.apply,
+        lambda x, out: torch.clamp(x, min=0, out=out).square_(),
+        lambda grad, x, out: torch.clamp(x, min=0, out=out).mul_(2).mul_(grad),
+    ),
+}
+SILU = ACTIVATIONS["silu"]
