@@ -32,7 +32,6 @@ WRONG_FILES: dict[str, tuple[str | bytes, str]] = {
     "merge.yaml": (MERGE_BOMB, "merge.yaml:2: not a valid YAML file: an alias"),
     "itself.yaml": ("run: &r {name: *r}", "itself.yaml:1: not a valid YAML file: an alias"),
     "deep.yaml": ("[" * 20_000, "deep.yaml: not a valid YAML file: RecursionError"),
-    "wide.yaml": ("run: [" + "1," * 20_000 + "]", "wide.yaml:1: not a valid YAML file: more than 10000"),
     "binary.yaml": (bytes(range(256)), "binary.yaml: cannot be read: not UTF-8 text"),
     "upward.yaml": ("run: {name: ../../x}", "run.name: expected at most 128 letters"),
     "source.yaml": (

@@ -237,15 +237,8 @@ def of_another_kind(folder: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "gpt2"}))
 
 
-def among_others(folder: Path) -> None:
-    folder.rename(folder.with_name("aside"))
-    folder.mkdir()
-    folder.with_name("aside").rename(folder / "step-00000007")
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no folder": (shutil.rmtree, "found none at "),
-    "a folder of a run": (among_others, "step-00000007"),
+    "no folder": (shutil.rmtree, "found none; name a folder such as RUN/weights/step-"),
     "another architecture": (of_another_kind, "config.json: model_type: expected one of qwen3"),
     "a torn file": (cut_short, "model.safetensors"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
