@@ -68,8 +68,9 @@ def on_gradient(act: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor],
     return hook
 
 
-def _after_last_layer(step: int, act: Callable[[torch.Tensor], object]) -> Fault:
+def _after_last_layer(step: int, new_act: Callable[[], Callable[[torch.Tensor], object]]) -> Fault:
     def watch(engine: Any) -> None:
+        act = new_act()  # counts its calls: one for each run
         layer = engine.model_and_optimizer()[0].model.layers[1]
         layer.register_forward_hook(lambda module, inputs, output: act(output[0]) and None)
 
@@ -78,13 +79,17 @@ def _after_last_layer(step: int, act: Callable[[torch.Tensor], object]) -> Fault
 
 def activation(step: int, times: int) -> Fault:
     """Another bit of the last layer's output flips in each of so many forward passes."""
-    return _after_last_layer(step, flips(times))
+    return _after_last_layer(step, lambda: flips(times))
 
 
 def output_gradient(step: int, times: int) -> Fault:
     """The same of the gradient of that output, in backward passes."""
-    flipped = on_gradient(flips(times))
-    return _after_last_layer(step, lambda output: output.register_hook(flipped))
+
+    def new_act() -> Callable[[torch.Tensor], object]:
+        flipped = on_gradient(flips(times))
+        return lambda output: output.register_hook(flipped)
+
+    return _after_last_layer(step, new_act)
 
 
 def gradient(step: int, times: int) -> Fault:
