@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,8 @@ def test_a_run_leaves_its_folder_as_documented(plain_store: Path, tmp_path: Path
         "eval/loss", "eval/perplexity", "eval/bits_per_byte",
     }  # fmt: skip
     assert documented <= {key for row in run.rows.values() for key in row}
+    steps = [run.rows[step] for step in range(1, 7)]
+    assert [row["train/tokens"] for row in steps] == [*accumulate(row["train/loss_tokens"] for row in steps)]
     times = [row["time"] for row in run.rows.values()]
     assert times == sorted(times)
     assert run.attempts[0]["time"] <= times[0] <= time.time()
