@@ -194,3 +194,16 @@ def test_what_has_changed_on_the_machine_is_told(tmp_path, monkeypatch, change, 
     found = Run(tmp_path).restore()
     assert found is not None
     assert [warning.split(" when ")[0] for warning in found.warnings] == expected
+
+
+def test_scaler_is_restored_exactly(tmp_path):
+    first = Run(tmp_path).train(1)
+    first.scaler = make_scaler(init_scale=3.0, growth_interval=5)
+    first.scaler.update(new_scale=float(torch.tensor(1 / 3)))
+    first.save()
+    resumed = Run(tmp_path)
+    resumed.scaler = make_scaler()
+    found = resumed.restore()
+    assert resumed.scaler.state_dict() == first.scaler.state_dict()
+    assert found is not None
+    assert found.warnings == []

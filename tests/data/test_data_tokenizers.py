@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.corpora import make_tokenizer
+from support.launching import ROOT
 
 from llm_pretrain.data.tokenizers import convert_tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError
@@ -168,3 +171,27 @@ def test_a_tokenizer_folder_runs_no_code(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(DataError, match="expected a Hugging Face tokenizer folder"):
         convert_tokenizer(folder, tmp_path / "converted")
     assert not (tmp_path / "ran").exists()
+
+
+CAN_RUN_CODE = {"from_pretrained", "from_config"}
+
+
+def test_every_place_that_opens_with_transformers_refuses_to_run_code():
+    files = [
+        path
+        for pattern in ("llm_pretrain/**/*.py", "*.py", "examples/**/*.py")
+        for path in ROOT.glob(pattern)
+    ]
+    texts = {path: path.read_text() for path in files}
+    calls = [
+        (path, node)
+        for path, text in texts.items()
+        if any(f".{name}(" in text for name in CAN_RUN_CODE)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        and re.fullmatch(rf"Auto\w*\.({'|'.join(CAN_RUN_CODE)})", ast.unparse(node.func))
+    ]
+    assert calls
+    for path, call in calls:
+        keywords = {each.arg: ast.unparse(each.value) for each in call.keywords}
+        assert keywords.get("trust_remote_code") == "False", f"{path}:{call.lineno}"

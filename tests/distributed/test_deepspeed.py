@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.engines import small_config
 from support.launching import Finished, assert_same_tensors, checkpoint_tensors
 from support.stepping import relative_error
 from support.zero_cases import DIVERGING_STEP, MASKED_STEP, SAVED, STEPS, WORLD_SIZE, run_cases
 
+from llm_pretrain.checkpoints.opening import open_model
 from llm_pretrain.config.loading import validate
 from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed import deepspeed
@@ -118,9 +120,17 @@ def test_an_infinite_gradient_stops_every_rank_before_it_is_saved(cases: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero1", "zero3 moe"])
+def test_half_precision_weights_are_the_checkpoint_s_parameters(cases: Path, name: str):
+    model = open_model(cases / name / "weights" / f"step-{STEPS:08d}").model
+    tensors = checkpoint_tensors(cases / name, STEPS)
+    for parameter_name, parameter in model.named_parameters():
+        assert torch.equal(parameter.bfloat16(), tensors[parameter_name].bfloat16()), parameter_name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", ["own norm", "divided twice"])
 def test_mistakes_are_seen(cases: Path, mistake: str):
-    """Each of them fails the comparison above that is meant to find it."""
     assert relative_difference(run(cases, mistake), run(cases, "ddp")) > 0
 
 

@@ -188,12 +188,25 @@ def test_pickles_are_never_run(scenario, probe, store, tmp_path):
     assert Finished(0, "", folder).attempts[-1]["step"] == 2
     check_end(scenario, folder)
     plant(folder, exploded)
-    weights, exported = str(folder / "weights/step-00000003"), str(tmp_path / "exported")
-    for arguments in (
+    weights, exported = folder / "weights/step-00000003", tmp_path / "exported"
+    readers = (
         ["generate", str(folder), "--prompt", "one", "--max_new_tokens", "4"],
         ["evaluate", str(folder), "--store", str(tmp_path / "store"), "--max_batches", "1"],
-        ["export", weights, "--to", "huggingface", "--output", exported],
+        ["export", str(weights), "--to", "huggingface", "--output", str(exported)],
         ["verify", str(folder)],
-    ):
+    )
+    for arguments in readers:
         assert main(arguments) == 0, arguments
+    pickled, archive = pickle.dumps(Bomb(exploded)), io.BytesIO()
+    torch.save(Bomb(exploded), archive)
+    for file, content in (
+        (weights / "model.safetensors", archive.getvalue()),
+        (weights / "tokenizer.json", pickled),
+        (tmp_path / "store/train/tokens-00000.bin", pickled),
+        (tmp_path / "store/store.json", archive.getvalue()),
+    ):
+        file.write_bytes(content)
+        for arguments in readers:
+            shutil.rmtree(exported, ignore_errors=True)
+            main(arguments)
     assert not exploded.exists()

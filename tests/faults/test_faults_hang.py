@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.fork_server import free_port
+from support.broken_scripts import write_scripts
+from support.fork_server import free_port, python_path
 from support.hanging import HANG_SECONDS, WATCHED, disturb, disturb_save, unfinished
 from support.interrupting import assert_exact, check_continued, wait_for_step
 from support.launching import Finished, environment, finish, kill_outright, launch, start
@@ -107,7 +108,19 @@ def test_a_rank_that_is_stopped_or_killed_ends_the_run(
     assert run.status["state"] == "finished"
 
 
+BLOCKED = ("support.process_faults:slow_evaluation", [3600.0])
 SLOW_SAMPLES = ("support.process_faults:slow_evaluation", [1.0])
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_hangs_ends_a_run_on_one_process(options: list[str], tmp_path: Path):
+    script = write_scripts(tmp_path / "scripts", BLOCKED) / "train_pretrain.py"
+    wishes = [*options, *WATCHED, "--evaluation.eval_steps", "6"]
+    path = python_path(script.parent)
+    run = begin((sys.executable, str(script)), tmp_path / "run", wishes, PYTHONPATH=path).finish()
+    assert run.exit_code == 71
+    check_failed(run, r"rank 0: no progress for 1\d s in the evaluation after step 0 ")
+    check_stacks(run, 0, "__call__")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -275,3 +276,13 @@ def test_a_slurm_job_is_requeued_until_its_run_is_done(
     assert (status["state"], process.returncode) == ("finished", 0)
     assert len((run / "attempts.jsonl").read_text().splitlines()) == 3
     assert_exact(Finished(0, "", run), undisturbed)
+
+
+def test_slurm_gives_a_save_the_time_that_it_asks_for():
+    text = (EXAMPLES / "slurm" / "pretrain.sbatch").read_text()
+    match = re.search(r"--signal=USR1@(\d+)", text)
+    shutdown = re.search(r"SHUTDOWN_TIMEOUT:-(\d+)}", text)
+    assert match is not None
+    assert shutdown is not None
+    assert 30 < int(shutdown[1]) < int(match[1])
+    assert "#SBATCH --requeue" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -11,8 +12,9 @@ from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 from faults.conftest import STEPS
+from support.corpora import make_store
 from support.interrupting import assert_exact, newest_checkpoint
-from support.launching import Finished
+from support.launching import Finished, assert_same_tensors, checkpoint_tensors
 from support.stopping import (
     COMMANDS,
     Launch,
@@ -222,3 +224,28 @@ def test_nohup_keeps_its_word(options: list[str], undisturbed_alone: Finished, t
     finished = launch.finish()
     assert finished.exit_code == 0
     assert_exact(finished, undisturbed_alone)
+
+
+@pytest.mark.slow
+def test_a_signal_during_an_evaluation_owes_it_to_the_next_attempt(options: list[str], tmp_path: Path):
+    """The evaluations are long here, so that the signal falls into one."""
+    store = make_store(tmp_path / "store", documents=6000, masked=True, validation_fraction=0.9).path
+    options = [*options, "--data.sources", f"[{{store: {store}}}]", "--evaluation.eval_steps", "6"]
+    options += ["--evaluation.max_batches", "200", "--training.max_steps", "8"]
+    straight = begin("torchrun", tmp_path / "straight", options).finish()
+    assert straight.exit_code == 0, straight.output[-4000:]
+    launch = begin("torchrun", tmp_path / "run", options)
+    row_of(5)(launch)
+    time.sleep(0.6)
+    to_launcher(SIGTERM)(launch)
+    finished = launch.finish()
+    assert stopped_cleanly(launch, finished, 0, 0) == 6
+    assert "eval/loss" not in finished.rows[6], "the signal fell into no evaluation"
+    again = begin("torchrun", launch.folder, options).finish()
+    assert again.exit_code == 0
+    merged: dict[int, dict] = {}
+    for row in map(json.loads, (launch.folder / "metrics.jsonl").read_text().splitlines()):
+        merged.setdefault(row["step"], {}).update(row)
+    for step, row in straight.exact_rows().items():
+        assert {key: merged[step][key] for key in row} == row
+    assert_same_tensors(checkpoint_tensors(again.folder, 8), checkpoint_tensors(straight.folder, 8))

@@ -12,7 +12,15 @@ import psutil
 import pytest
 from support.interrupting import assert_exact
 from support.launching import TIMEOUT_SECONDS, Finished
-from support.stopping import begin, no_traceback_of_ours, nothing_left, row_of, stopped_cleanly, to_launcher
+from support.stopping import (
+    begin,
+    no_traceback_of_ours,
+    nothing_left,
+    row_of,
+    stopped_cleanly,
+    to_launcher,
+    wait_until,
+)
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 HELD_UP_SECONDS = 30.0
@@ -66,6 +74,24 @@ def test_wandb_that_is_no_help_costs_a_warning(
         (warning,) = warnings_of(finished)
         assert "recorded offline" in warning
         assert rows_offline(folder) >= len(undisturbed_alone.rows)
+
+
+@pytest.mark.slow
+def test_a_service_that_is_killed_costs_a_warning(
+    options: list[str], undisturbed_alone: Finished, tmp_path: Path
+):
+    wishes = [*options, "--logging.wandb_mode", "offline"]
+    launch = begin("python", tmp_path / "run", wishes, WANDB_API_KEY=KEY)
+    wait_until(launch, lambda: any(launch.folder.glob("wandb/offline-run-*/*.wandb")), "wandb's file")
+    (service,) = [each for each in launch.members() if "wandb-core" in each.name()]
+    service.kill()
+    finished = launch.finish()
+    assert finished.exit_code == 0
+    (warning,) = warnings_of(finished)
+    assert "left out from here on" in warning
+    assert "Traceback" not in finished.output
+    assert_exact(finished, undisturbed_alone)
+    nothing_left(launch)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """The balance loss over the whole global batch: exact at every split, with one counting pass more.
 
-Shares of the micro batch at hand are put into both engines in tests/traps/test_traps_normalisation.py.
+Shares of the micro batch at hand are put into both engines in tests/traps.
 """
 
 from __future__ import annotations

@@ -167,3 +167,14 @@ def test_a_changed_setting_is_reported_and_a_lower_end_is_refused(
     assert (run.folder / "config.yaml").read_text() == written
     assert go_on(run, *longer) == 0
     assert "nothing left to do" in capsys.readouterr().out
+
+
+def test_fp16_overflow_halves_the_scale_and_skips(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    poison(monkeypatch, {1})
+    folder = tmp_path / "run"
+    assert train(*options(plain_store, folder, "--training.precision", "fp16")) == 0
+    rows = Finished(0, "", folder).rows
+    assert rows[2]["train/skipped"] == "overflow"
+    assert (rows[1]["train/loss_scale"], rows[2]["train/loss_scale"]) == (65536.0, 32768.0)

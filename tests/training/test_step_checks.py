@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.corruption_plan import ALWAYS, MATRIX, activation, checked, flip, gradient
 from support.engines import run_engine, small_config
-from support.faults import WAITING, Fault, Patch
+from support.faults import WAITING, Fault, Patch, after
 from support.stepping import Driven
 
 from llm_pretrain.config.loading import validate
@@ -64,6 +64,21 @@ def test_no_bit_changes(masked_store: Path, faults: tuple[Fault, ...]):
     assert without.checks == [None] * 3
     for name in ("losses", "sums", "grad_norms", "skipped", "hashes", "updates", "scaler"):
         assert getattr(with_checks, name) == getattr(without, name), name
+
+
+def test_a_loss_scale_that_overflows_is_halved_once(masked_store: Path):
+    def huge(self: Any, config: Any) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+
+    fp16 = {"precision": "fp16"}
+    runs = [
+        driven(masked_store, "torchrun", every, after("__init__", huge), training=fp16) for every in (1, 0)
+    ]
+    assert runs[0].skipped[0] == "overflow"
+    assert runs[0].checks[0] == "passed"
+    assert runs[0].skipped == runs[1].skipped
+    assert runs[0].scaler == runs[1].scaler
+    assert runs[0].hashes == runs[1].hashes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
