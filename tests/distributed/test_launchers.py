@@ -80,10 +80,8 @@ def accelerate_machines(*options: str) -> list[Part]:
 
 
 ACCELERATE_FILE = ("--config_file", str(TWO_MACHINES / "accelerate.yaml"))
-OLD_LAUNCH = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch"]
 WAYS: dict[str, Callable[[str], list[Part]]] = {
     "run": lambda port: [Part([*RUN, "--nproc_per_node", "2", "--master_port", port, TORCHRUN])],
-    "launch": lambda port: [Part([*OLD_LAUNCH, "--nproc_per_node", "2", "--master_port", port, TORCHRUN])],
     "variables by hand": lambda port: by_hand(TORCHRUN, port),
     "variables by hand, accelerate": lambda port: by_hand(ACCELERATE, port),
     "run, accelerate": lambda port: [Part([*RUN, "--standalone", "--nproc_per_node", "2", ACCELERATE])],
