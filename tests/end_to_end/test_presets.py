@@ -152,6 +152,10 @@ def check_step(preset: Path, store: Path, folder: Path, *more: str) -> None:
     assert row["train/grad_norm"] > 0
     assert row["train/learning_rate"] == config.optimizer.learning_rate
     assert ("moe/load" in row) == (config.model.num_experts > 0)
+    for load, layer in zip(row.get("moe/load", ()), config.model.moe_layers, strict=False):  # two layers
+        assert sum(load) == pytest.approx(1)
+        assert row[f"moe/layer_{layer}/load_max"] == pytest.approx(max(load) * config.model.num_experts)
+        assert row[f"moe/layer_{layer}/dead_experts"] == load.count(0)
 
 
 @pytest.fixture

@@ -151,6 +151,11 @@ def test_initial_widths():
             assert abs(parameter.std().item() / expected - 1) < 0.1, name
 
 
+def test_what_writes_into_the_residual_stream_may_begin_at_zero():
+    for name, parameter in make(dataclasses.replace(MOE, zero_init_residual=True)).named_parameters():
+        assert bool(parameter.any()) == ("o_proj" not in name and "down_proj" not in name), name
+
+
 def test_bias_update_pushes_towards_balance():
     model = make(dataclasses.replace(MOE, router_bias_update_rate=0.1))
     for _ in range(2):
