@@ -203,6 +203,7 @@ def script_request(
     world_size: int,
     folder: Path,
     options: Sequence[str],
+    /,  # a request has a `folder` too
     *,
     accelerate_file: Path = CPU_FILE,
     **more: Any,
