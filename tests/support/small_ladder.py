@@ -67,6 +67,9 @@ class ForkedProcess:
             time.sleep(0.02)
         return code
 
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
