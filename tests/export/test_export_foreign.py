@@ -26,7 +26,6 @@ MOE = ModelConfig(
     **SIZES, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, n_shared_experts=1
 )
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-ERNIE = {"scoring_func": "softmax", "qk_norm": False}
 TOKENS = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
