@@ -118,7 +118,7 @@ def make_map(output: Path, tests: Sequence[str], workers: int) -> None:
         options = ["-n", str(workers), "--dist", "loadfile"] if workers else []
         variables = {NOTES: str(notes / "imports"), "PYTHONDONTWRITEBYTECODE": "1"}
         code = run_tests(
-            copy, [*options, "--rows", str(rows), "--notes", str(notes), *tests], 1e6, **variables
+            copy, [*options, f"--rows={rows}", f"--notes={notes}", *tests], 1e6, **variables
         )
         if code not in (0, 1):
             sys.exit((copy.parent / "log").read_text()[-4000:])
@@ -193,7 +193,9 @@ def run_mutant(mutant: Mutant, copy: Path, tests: Map) -> dict[str, Any]:
         chosen_file.write_text("\n".join(chosen))
         rows.unlink(missing_ok=True)
         files = sorted({test.partition("::")[0] for test in chosen})
-        arguments = ["--rows", str(rows), "--chosen", str(chosen_file), *files]
+        if missing := [each for each in files if not (copy / each).is_file()]:
+            sys.exit(f"the map: expected files of this checkout, found {missing[0]}")
+        arguments = [f"--rows={rows}", f"--chosen={chosen_file}", *files]
         code = run_tests(copy, arguments, START_SECONDS + 5 * expected)
         target.write_bytes(original)
         os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
