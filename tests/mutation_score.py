@@ -117,9 +117,7 @@ def make_map(output: Path, tests: Sequence[str], workers: int) -> None:
         notes.mkdir()
         options = ["-n", str(workers), "--dist", "loadfile"] if workers else []
         variables = {NOTES: str(notes / "imports"), "PYTHONDONTWRITEBYTECODE": "1"}
-        code = run_tests(
-            copy, [*options, f"--rows={rows}", f"--notes={notes}", *tests], 1e6, **variables
-        )
+        code = run_tests(copy, [*options, f"--rows={rows}", f"--notes={notes}", *tests], 1e6, **variables)
         if code not in (0, 1):
             sys.exit((copy.parent / "log").read_text()[-4000:])
         fixtures, found, blocks = {}, {}, defaultdict(lambda: len(blocks))
