@@ -191,8 +191,6 @@ def run_mutant(mutant: Mutant, copy: Path, tests: Map) -> dict[str, Any]:
         chosen_file.write_text("\n".join(chosen))
         rows.unlink(missing_ok=True)
         files = sorted({test.partition("::")[0] for test in chosen})
-        if missing := [each for each in files if not (copy / each).is_file()]:
-            sys.exit(f"the map: expected files of this checkout, found {missing[0]}")
         arguments = [f"--rows={rows}", f"--chosen={chosen_file}", *files]
         code = run_tests(copy, arguments, START_SECONDS + 5 * expected)
         target.write_bytes(original)
@@ -217,6 +215,9 @@ def run(map_file: Path, rows: Path, count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
         copy_checkout(copy)
+        for file in sorted({test.partition("::")[0] for test in tests.tests}):
+            if not (copy / file).is_file():
+                sys.exit(f"{map_file}: expected tests of this checkout, found {file}")
         for mutant in replace_gone(read_stored())[:count]:
             if mutant.number not in done:
                 row = run_mutant(mutant, copy, tests)
