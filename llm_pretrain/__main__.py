@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 from llm_pretrain.errors import CheckpointError, PretrainError, ResourceError, printable
-from llm_pretrain.files import flush_streams, prepare_streams
+from llm_pretrain.files import expand_paths, flush_streams, prepare_streams
 from llm_pretrain.text import reason_of
 from llm_pretrain.version import __version__
 
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
             if refuse := parser.get_default("refuse"):  # a command that takes settings
                 refuse(unknown)
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        exit_code = command.run(parsed)
+        exit_code = command.run(argparse.Namespace(**expand_paths(vars(parsed))))
         parsed = argparse.Namespace(output="standard output")  # only this output can still fail
         sys.stdout.flush()
         return exit_code

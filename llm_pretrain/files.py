@@ -21,7 +21,7 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.errors import CheckpointError, DataError, OutputError
+from llm_pretrain.errors import CheckpointError, ConfigError, DataError, OutputError
 from llm_pretrain.text import reason_of
 
 MAX_BYTES = 1 << 28
@@ -33,6 +33,31 @@ _CHECKPOINT_KEYS = {"format_version", "run", "tensors", "files", "sha256"}
 _TEMPORARY = re.compile(r"\.(.+)\.tmp-[a-z0-9_]{8}")
 _HEAD_BYTES = 1 << 12
 """A file's mark is within this many bytes from its start."""
+_PATHS = re.compile(
+    r"(^|\.)(output|output_dir|input|store|tokenizer|source|resume|runs?|paths|folder|ladder"
+    r"|(accelerate_)?config|from_pretrained|prompt_file)$"
+)
+"""Names of settings and options that are paths."""
+
+
+def expand_paths(value: Any, name: str = "") -> Any:
+    """`value` with `~` and `$VARIABLE` expanded in all paths in it, as by a shell; other texts are kept.
+
+    Raises:
+        ConfigError: names a variable that is not set, or a home folder that does not exist.
+    """
+    if isinstance(value, dict):
+        return {key: expand_paths(each, f"{name}.{key}".lstrip(".")) for key, each in value.items()}
+    if isinstance(value, list):
+        return [expand_paths(each, name) for each in value]
+    if not _PATHS.search(name) or not isinstance(value, str | Path):
+        return value
+    path = os.path.expanduser(value)
+    if not os.path.lexists(path):  # else its name has a $
+        path = os.path.expandvars(path)
+        if unset := re.match("~[^/]*", path) or re.search(r"\$(\w+|{\w+})", path):
+            raise ConfigError(f"{name}: expected a value of {unset[0]}, found none for {value}; write it out")
+    return type(value)(path)
 
 
 def prepare_streams() -> None:

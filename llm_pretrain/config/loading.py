@@ -29,7 +29,8 @@ from llm_pretrain.config.schema import (
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import YamlError, read_yaml, read_yaml_file, write_yaml
 from llm_pretrain.errors import ConfigError, printable
-from llm_pretrain.text import setting_text
+from llm_pretrain.files import expand_paths
+from llm_pretrain.text import reason_of, setting_text
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 PRESETS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), _PACKAGE)
@@ -59,6 +60,7 @@ def load_config(
 
     Raises:
         ConfigError: with every unknown setting and wrong type; without these, with what `validate` finds.
+            A path or WORLD_SIZE that the environment makes impossible is refused before.
         SystemExit: 0, after `--help` or `--print_config`.
     """
     line = _read_command_line(sys.argv[1:] if argv is None else list(argv))
@@ -66,7 +68,7 @@ def load_config(
         print(_help_text(prog or Path(sys.argv[0]).name))
         raise SystemExit(0)
     tree, preset, own = _Tree(), _Tree(), set[str]()
-    for file in line.files:
+    for file in expand_paths(line.files, "config"):
         data, origin, problems = _read_file(file)
         sound, wrong = check_tree(data, origin)
         _merge(tree, sound)
@@ -77,17 +79,22 @@ def load_config(
             own |= _names(sound)
         line.problems += problems + wrong
     _merge(tree, line.options)
+    tree = expand_paths(tree)
     for note in _shorten_schedule(tree, preset, own | _names(line.options)):
         if world_size is None and os.environ.get("RANK", "0") == "0":  # else another process prints the note
             print(f"note: {note}", file=sys.stderr)
     config = resolve_precision(build(Config, tree), has_bf16)
-    if line.wants_print and not line.problems:
-        print(dump_yaml(config, comments=True), end="")
-        raise SystemExit(0)
     if world_size is None:
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        found = os.environ.get("WORLD_SIZE", "1")
+        if not found.isdecimal() or not int(found):
+            raise ConfigError(f"WORLD_SIZE: expected a number from 1 on, found {show(found)}; unset it")
+        world_size = int(found)
+    needs_data = needs_data and not line.wants_print
     if problems := line.problems or validate(config, world_size, needs_data=needs_data):
         raise ConfigError(*dict.fromkeys(problems))
+    if line.wants_print:
+        print(dump_yaml(config, comments=True), end="")
+        raise SystemExit(0)
     return config
 
 
@@ -347,8 +354,7 @@ def _read_file(name: str) -> tuple[Any, str, list[str]]:
         place = f"{shown}:{error.line}" if error.line else shown
         return None, name, [f"--config {place}: not a valid YAML file: {error.text}"]
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        return None, name, [f"--config {shown}: cannot be read: {reason}"]
+        return None, name, [f"--config {shown}: cannot be read: {reason_of(error)}"]
 
 
 def _merge(tree: _Tree, other: Mapping[str, Mapping[str, Any]]) -> None:
@@ -396,7 +402,7 @@ def _help_text(prog: str) -> str:
     )  # fmt: skip
     parser.add_argument(
         "--print_config", action="store_true",
-        help="print the resolved settings as YAML, which can be passed back as --config, and exit",
+        help="check the settings, print them resolved as YAML, which --config reads back, and exit",
     )  # fmt: skip
     defaults = to_dict(Config())
     for section, cls in field_types(Config).items():

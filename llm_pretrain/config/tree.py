@@ -417,8 +417,9 @@ class LoggingConfig:
 
     Args:
         logging_steps: Steps between two rows in metrics.jsonl and lines on the console.
-        wandb_mode: Weights & Biases: `disabled`, `offline` (files only) or `online`.
-        wandb_project: Weights & Biases project.
+        wandb_mode: Weights & Biases: `disabled`, `offline` (files only) or `online`. Default: WANDB_MODE of
+            the environment, else `offline`.
+        wandb_project: Weights & Biases project. Default: WANDB_PROJECT, else `llm_pretrain`.
         tensorboard: Also write TensorBoard files, with the same keys (extra `tensorboard`).
         report: Write `report.html` at the end of the run.
         parameters_sha256: Add a digest of all parameters to every row, as `train/parameters_sha256`. Reads
@@ -426,8 +427,8 @@ class LoggingConfig:
     """
 
     logging_steps: PositiveInt = 10
-    wandb_mode: Literal["disabled", "offline", "online"] = "offline"
-    wandb_project: str = "llm_pretrain"
+    wandb_mode: Literal["disabled", "offline", "online"] | None = None
+    wandb_project: str | None = None
     tensorboard: bool = False
     report: bool = True
     parameters_sha256: bool = False

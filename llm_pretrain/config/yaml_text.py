@@ -118,8 +118,10 @@ def read_settings_text(path: str | Path) -> str:
         OSError: the file cannot be read, is no plain file (opening a pipe would block), or is too large.
         ValueError: the file is not UTF-8, or no file can have this path.
     """
-    content = read_plain(path, MAX_BYTES)
-    return content.decode("utf-8").removeprefix("\ufeff")
+    text = read_plain(path, MAX_BYTES).decode("utf-8", "replace").removeprefix("\ufeff")
+    if "\0" in text or "\ufffd" in text:
+        raise ValueError("not UTF-8 text, perhaps UTF-16; save it as UTF-8")
+    return text
 
 
 def read_yaml(text: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from llm_pretrain.config.loading import validate
+from llm_pretrain.config.loading import from_dict, validate
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.errors import ConfigError
@@ -21,26 +22,33 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _UNSUPPORTED_ZERO = ("offload_optimizer_device", "offload_param_device", "deepspeed_config_file")
 """Accelerate's DeepSpeed settings that correspond to no field of the configuration."""
+_OTHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Variables in which mpirun and srun write their number of processes."""
 _WRITTEN_BY_ACCELERATE = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
 def check_environment() -> None:
-    """Stop if only some of a launcher's environment variables are set, for example by hand.
+    """Stop if only some of a launcher's environment variables are set, by hand or by mpirun.
 
-    If some are missing, a process may train without its peers, or wait for them forever.
+    If some are missing, a process may train without its peers, or wait for them forever. If all are set, but
+    by no launcher, they may be left over in a shell: a note says for whom the process waits.
 
     Raises:
         ConfigError: names the variables that are missing.
     """
-    if not any(os.environ.get(name) for name in RANK_VARIABLES):
-        return
-    missing = [name for name in (*RANK_VARIABLES, *MASTER_VARIABLES) if not os.environ.get(name)]
-    if missing:
-        found = ", ".join(f"{name}={os.environ[name]}" for name in RANK_VARIABLES if os.environ.get(name))
+    needed = (*RANK_VARIABLES, *MASTER_VARIABLES)
+    others = [name for name in _OTHER_SIZES if os.environ.get(name, "1") != "1"]
+    given = [name for name in RANK_VARIABLES if os.environ.get(name)] or others
+    missing = [name for name in needed if not os.environ.get(name)]
+    found = ", ".join(f"{name}={os.environ[name]}" for name in given)
+    if given and missing:
         raise ConfigError(
-            f"launch: expected {', '.join((*RANK_VARIABLES, *MASTER_VARIABLES))} together in the "
-            f"environment, found {found} without {', '.join(missing)}; set or unset all of them"
+            f"launch: expected {', '.join(needed)} together in the environment, found {found} without "
+            f"{', '.join(missing)}; set or unset all of them, or start torchrun"
         )
+    if given and not others and "TORCHELASTIC_RUN_ID" not in os.environ and os.environ["WORLD_SIZE"] != "1":
+        advice = f"unset {', '.join(needed)} to train alone"
+        print(f"note: by {found}, this process waits for the other ranks; {advice}", file=sys.stderr)
 
 
 def check_world_size(world_size: int) -> None:
@@ -159,7 +167,7 @@ def _unsupported_settings(config: Config, launched: Mapping[str, str]) -> Iterat
     """Accelerate settings that affect the model but correspond to no field of the configuration.
 
     For example, a model that Accelerate compiles sums in another order than the other script's model. And a
-    model that fits only with offloading would run out of memory.
+    model that fits only with offloading would run out of memory, or offloading would silently apply.
     """
     if (backend := launched.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
         yield f"training.compile: compiles the model, but accelerate's dynamo_backend is {backend}, not no"
@@ -167,6 +175,11 @@ def _unsupported_settings(config: Config, launched: Mapping[str, str]) -> Iterat
         yield f"distributed.strategy: {config.distributed.strategy}, but accelerate's use_megatron_lm is true"
     if _is_on(launched, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         yield from _mesh_problems(config, launched)
+    if config.distributed.strategy == "deepspeed":
+        for name in _UNSUPPORTED_ZERO:
+            given = launched.get(f"ACCELERATE_DEEPSPEED_{name.removeprefix('deepspeed_').upper()}", "none")
+            if given != "none":
+                yield f"distributed.strategy: deepspeed does not support {name}, but accelerate's is {given}"
     if not _is_on(launched, "ACCELERATE_USE_FSDP"):
         return
     if config.distributed.strategy == "fsdp" and (version := launched.get("FSDP_VERSION", "1")) != "2":
@@ -187,24 +200,22 @@ def _mesh_problems(config: Config, launched: Mapping[str, str]) -> Iterator[str]
     sizes = config.distributed.mesh(int(launched.get("WORLD_SIZE") or 1))
     if sizes.dp_replicate == 1 or not sizes.is_data_parallel:
         yield (
-            f"distributed.dp_replicate_size: {sizes.dp_replicate}, but accelerate's use_parallelism_config "
-            "is true, which is for replicas alone"
+            f"distributed.dp_replicate_size: {sizes.dp_replicate}, but accelerate has a parallelism_config, "
+            "which is for replicas alone (leave it out; distributed.cp_size and the like set a mesh)"
         )
         return
     own = {"dp_replicate_size": sizes.dp_replicate, "dp_shard_size": sizes.dp_shard}
     for name in (*own, "tp_size", "cp_size", "sp_size"):
         given = launched.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")
         if given not in ("1", str(own.get(name, 1))):
-            ours = f"distributed.{name}: {own[name]}" if name in own else f"launch: {name} is not supported"
-            yield f"{ours}, but accelerate's parallelism_config has {given}"
+            ours = (
+                f"distributed.{name}: {own[name]}" if name in own else "distributed: its fields set the mesh"
+            )
+            yield f"{ours}, but accelerate's parallelism_config_{name} is {given}, not {own.get(name, 1)}"
 
 
 def _zero_problems(config: Config, launched: Mapping[str, str]) -> Iterator[str]:
-    """Differences between the ZeRO settings that Accelerate launched and the configured ones.
-
-    Unsupported settings (offloading, a DeepSpeed configuration file) are reported too: otherwise they would
-    silently apply, or silently be dropped.
-    """
+    """Differences between the ZeRO settings that Accelerate launched and the configured ones."""
     zero_stage, max_norm = config.distributed.zero_stage, config.training.max_grad_norm
     stages = (str(zero_stage),) if zero_stage else ("1", "2", "3")
     if (given := launched.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", stages[0])) not in stages:
@@ -212,10 +223,6 @@ def _zero_problems(config: Config, launched: Mapping[str, str]) -> Iterator[str]
     given = launched.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
     if given != "auto" and _number(given) != max_norm:
         yield f"training.max_grad_norm: {max_norm}, but accelerate's gradient_clipping is {given}"
-    for name in _UNSUPPORTED_ZERO:
-        given = launched.get(f"ACCELERATE_DEEPSPEED_{name.removeprefix('deepspeed_').upper()}", "none")
-        if given != "none":
-            yield f"distributed.strategy: deepspeed does not support {name}, but accelerate's is {given}"
 
 
 def _is_on(launched: Mapping[str, str], variable: str) -> bool:
@@ -253,12 +260,16 @@ def check_strategy(config: Config, distributed_type: str, world_size: int) -> No
 
 
 def read_accelerate_file(path: Path) -> dict[str, Any]:
-    """Settings of Accelerate's file; ConfigError if it cannot be read or is no YAML mapping."""
+    """Settings of Accelerate's file; ConfigError if it cannot be read, or Accelerate would refuse it."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
     try:
         settings = read_yaml_file(path)
-    except (OSError, ValueError) as error:
+        if isinstance(settings, dict):
+            load_config_from_file(str(path))  # as `accelerate launch`: it refuses unknown keys
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"--accelerate_config {path}: expected a YAML file, found: {reason_of(error)}"
+            f"--accelerate_config {path}: expected a YAML file of Accelerate's, found: {reason_of(error)}"
         ) from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: expected Accelerate's settings, found {settings!r:.60}")
@@ -270,7 +281,7 @@ def accelerate_surprises(settings: Mapping[str, Any], config: Config | None) -> 
 
     Args:
         settings: Content of the file.
-        config: Configuration of the run, to be compared with; None if it is not known.
+        config: Configuration of the run, to be compared with; None: only what none supports is told.
     """
     kind, count = _kind(settings), _count(settings)
     if kind == "MULTI_CPU" or (kind == "NO" and count > 1):  # accelerate#2741
@@ -278,13 +289,20 @@ def accelerate_surprises(settings: Mapping[str, Any], config: Config | None) -> 
             f"distributed_type: {kind} starts one process whatever num_processes says; do set MULTI_GPU, "
             "without GPUs with use_cpu: true, as configs/accelerate/cpu2.yaml does"
         )
+    launched = _variables(settings)
     if config is None:
-        return
-    if wrong := validate(config, count, needs_data=False):
+        strategy = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}.get(kind, "ddp")
+        replicas = int(_number(launched.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")) or 1)
+        distributed = {"strategy": strategy, "dp_replicate_size": replicas}
+        training = {"activation_checkpointing": True}
+        any_config = from_dict({"distributed": distributed, "training": training})
+        problems = _unsupported_settings(any_config, launched)
+    elif wrong := validate(config, count, needs_data=False):
         yield from (f"with num_processes: {count}, {problem}; do change one of them" for problem in wrong)
         return
-    steps = config.gradient_accumulation_steps(count)
-    for problem in accelerate_problems(config, steps, _variables(settings)):
+    else:
+        problems = accelerate_problems(config, config.gradient_accumulation_steps(count), launched)
+    for problem in problems:
         yield f"{problem}, and the run stops; do make them agree"
 
 

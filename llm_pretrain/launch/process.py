@@ -399,7 +399,10 @@ class SignalHandler:
         received, now = signal.Signals(number), time.monotonic()
         if self.signal is None:
             self.signal = received
-            self._print(f"{received.name}: the run saves and stops after this step")
+            text = f"{received.name}: the run saves and stops after this step"
+            if received is signal.SIGTERM and _ELASTIC in os.environ:  # the launcher also ends ranks with it
+                text += ", unless another rank failed"
+            self._print(text)
         elif received is signal.SIGINT and now - self._latest >= ONE_STOP_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             self._print(

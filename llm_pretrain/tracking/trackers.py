@@ -203,10 +203,11 @@ class Trackers:
         self._tensorboard: _TensorBoard | None = None
         if enabled and config.logging.tensorboard:
             self._tensorboard = _TensorBoard(Path(run_folder), first_step, warn)
-        if not enabled or config.logging.wandb_mode == "disabled":
+        if not enabled or _wandb_mode(config) == "disabled":
             return
         alphabet = string.ascii_lowercase + string.digits
-        self.wandb_id = wandb_id or "".join(secrets.choice(alphabet) for _ in range(8))
+        new_id = os.environ.get("WANDB_RUN_ID") or "".join(secrets.choice(alphabet) for _ in range(8))
+        self.wandb_id = wandb_id or new_id
         try:
             # in this thread, since two threads can see packages with import cycles half initialised
             os.environ.setdefault("WANDB_SILENT", "true")
@@ -236,6 +237,10 @@ class Trackers:
         if self._wandb is not None:
             self._wandb.close(exit_code, STOP_SECONDS if hurried else CLOSE_SECONDS)
             self._wandb = None
+
+
+def _wandb_mode(config: Config) -> str:
+    return config.logging.wandb_mode or os.environ.get("WANDB_MODE") or "offline"
 
 
 class _TensorBoard:
@@ -319,7 +324,7 @@ class _WandbThread(threading.Thread):
             self._warn(f"wandb is left out from here on: {reason}; metrics.jsonl goes on")
 
     def _start(self) -> Any:
-        mode = self._config.logging.wandb_mode
+        mode = _wandb_mode(self._config)
         try:
             return self._init(mode)
         except Exception as error:
@@ -351,8 +356,8 @@ class _WandbThread(threading.Thread):
         run: Any = wandb.init(
             mode=mode,  # pyright: ignore[reportArgumentType]  # the config allows only wandb's modes
             dir=str(self._folder),
-            project=self._config.logging.wandb_project,
-            name=self._config.run.name,
+            project=self._config.logging.wandb_project or os.environ.get("WANDB_PROJECT") or "llm_pretrain",
+            name=os.environ.get("WANDB_NAME") or self._config.run.name,
             id=self._id,
             resume="allow",
             config=to_dict(self._config),
