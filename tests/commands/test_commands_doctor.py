@@ -30,6 +30,10 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "multiplies_in_bf16", lambda: True)
 
 
+SIZE = "parallelism_config_"
+FSDP2 = "FSDP\nfsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}"
+
+
 def told(text: str, config: Config | None = None) -> list[str]:
     lines = list(accelerate_surprises(read_yaml(text), config))
     assert all("; do " in line and "\n" not in line for line in lines)
@@ -81,6 +85,35 @@ def test_accelerate_looks_there_too(variable: str | None, tmp_path: Path, monkey
 def test_each_surprise_is_told_and_alone(text: str, start: str):
     (line,) = told(text, Config())
     assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "FSDP\nfsdp_config: {fsdp_version: 1}",
+            "fsdp is FSDP version 2, but accelerate runs fsdp_version 1 ",
+        ),
+        (f"{FSDP2}\nparallelism_config: {{{SIZE}cp_size: 2}}", "dp_replicate_size: 1, but "),
+        (
+            f"{FSDP2}\nparallelism_config: {{{SIZE}tp_size: 2, {SIZE}dp_replicate_size: 2}}",
+            "distributed: its fields set the mesh, but accelerate's parallelism_config_tp_size is 2, not 1",
+        ),
+        ("DEEPSPEED\ndeepspeed_config: {offload_param_device: cpu}", "does not support offload_param_device"),
+        (f"{FSDP2}\nmixed_precision: bf16", None),
+        ("DEEPSPEED\ndeepspeed_config: {zero_stage: 3, gradient_clipping: 0.5}", None),
+    ],
+)
+def test_what_no_configuration_supports_is_told_without_one(text: str, found: str | None):
+    lines = told(f"num_processes: 4\ndistributed_type: {text}")
+    assert [found in line for line in lines] == ([True] if found else [])
+
+
+def test_a_file_that_accelerate_refuses_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for text, found in (("MULTI_GPU\nfoo: 1", "unknown keys (['foo'])"), ("MULTI", "'MULTI' is not a valid")):
+        (tmp_path / "file.yaml").write_text(f"num_processes: 2\ndistributed_type: {text}\n")
+        assert main(["doctor", "--accelerate_config", str(tmp_path / "file.yaml")]) == 2
+        assert found in capsys.readouterr().err
 
 
 def test_disagreements_with_the_configuration():

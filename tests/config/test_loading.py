@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 
 from llm_pretrain.config.loading import dump_yaml, from_dict, load_config, resolve_model, to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.files import expand_paths
 
 SOURCES = ("--data.sources", "[{store: data/stores/x, weight: 1}]")
 
@@ -191,7 +193,9 @@ def test_print_config_can_be_passed_back(capsys, write):
     assert "# Peak learning rate;" in printed
     again = load_config(["--config", write(printed), *SOURCES])
     assert (again.optimizer.learning_rate, again.run.name) == (3e-4, "on")
-    assert problems_of("--print_config", "--run.nam", "x", *SOURCES)
+    for wrong in (("--run.nam", "x"), ("--training.max_steps", "0"), ("--schedule.warmup_steps", "9999")):
+        assert problems_of("--print_config", *wrong, *SOURCES)
+    assert capsys.readouterr().out == ""
 
 
 def test_help_documents_every_setting_and_offers_no_other(capsys):
@@ -232,6 +236,44 @@ def test_world_size_of_the_launch_is_taken_from_the_environment(monkeypatch):
     assert load_config(argv).gradient_accumulation_steps(2) == 1
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "4 * 3 = 12, found 8" in problems_of(*argv)[0]
+    for wrong in ("0", "abc", "-1", ""):
+        monkeypatch.setenv("WORLD_SIZE", wrong)
+        assert problems_of(*argv) == [
+            f"WORLD_SIZE: expected a number from 1 on, found the text {wrong!r}; unset it"
+        ]
+
+
+def test_paths_are_expanded_as_by_a_shell_or_refused(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PART", "a")
+    monkeypatch.delenv("UNSET", raising=False)
+    (tmp_path / "price$UNSET").mkdir()
+    write("run: {output_dir: ~/$PART/run, name: x}\ndata: {sources: [{store: '${PART}/s', name: $PART}]}")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["--config", "~/settings.yaml", "--checkpoint.resume", f"{tmp_path}/price$UNSET"])
+    assert config.run.output_dir == f"{tmp_path}/a/run"
+    assert (config.data.sources[0].store, config.data.sources[0].name) == ("a/s", "$PART")
+    assert config.checkpoint.resume == f"{tmp_path}/price$UNSET"
+    for path, name in (
+        ("x/$UNSET", "$UNSET"),
+        ("${UNSET}/x", "${UNSET}"),
+        ("~nobody-here/x", "~nobody-here"),
+    ):
+        (line,) = problems_of("--run.output_dir", path, *SOURCES)
+        assert line == f"run.output_dir: expected a value of {name}, found none for {path}; write it out"
+        with pytest.raises(ConfigError, match="input: expected a value of "):
+            expand_paths({"input": [path], "prompt": [path]})
+    assert expand_paths({"prompt": "~/$UNSET", "run": Path("~/x")}) == {
+        "prompt": "~/$UNSET",
+        "run": tmp_path / "x",
+    }
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path):
+    for encoding in ("utf-16", "utf-16-le", "latin-1"):
+        (tmp_path / "x.yaml").write_bytes("run: {name: é}".encode(encoding))
+        (line,) = problems_of("--config", str(tmp_path / "x.yaml"), *SOURCES)
+        assert line.endswith("x.yaml: cannot be read: not UTF-8 text, perhaps UTF-16; save it as UTF-8")
 
 
 @pytest.mark.parametrize(("ids", "rows"), [(1, 64), (64, 64), (65, 128), (6400, 6400)])

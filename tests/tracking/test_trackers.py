@@ -99,6 +99,28 @@ def test_the_wandb_id_is_kept_or_generated(wandb, tmp_path):
     assert Trackers(config("offline"), tmp_path, None, False).wandb_id is None
 
 
+def test_what_the_configuration_leaves_open_is_taken_from_the_environment(wandb, tmp_path, monkeypatch):
+    exported = {"MODE": "online", "PROJECT": "theirs", "RUN_ID": "id", "NAME": "named"}
+    for name, value in exported.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    for settings in (Config(), config("offline")):
+        Trackers(settings, tmp_path, None, True).close(0)
+    Trackers(Config(), tmp_path, "kept", True).close(0)
+    for name in exported:
+        monkeypatch.delenv(f"WANDB_{name}")
+    Trackers(Config(), tmp_path, "own", True).close(0)
+    found = [tuple(each[key] for key in ("mode", "project", "id", "name")) for each in wandb.inits]
+    assert found == [
+        ("online", "theirs", "id", "named"),
+        ("offline", "project", "id", "named"),
+        ("online", "theirs", "kept", "named"),
+        ("offline", "llm_pretrain", "own", "pretrain"),
+    ]
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    Trackers(Config(), tmp_path, None, True).close(0)
+    assert len(wandb.inits) == len(found)
+
+
 def test_only_the_enabled_process_tracks(wandb, tmp_path):
     for mode, enabled in (("disabled", True), ("offline", False), ("online", False)):
         tracked = Trackers(config(mode), tmp_path, None, enabled)

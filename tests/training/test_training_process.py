@@ -59,6 +59,39 @@ def test_all_of_a_launch_or_nothing_of_it_passes(monkeypatch: pytest.MonkeyPatch
                 launch_checks.check_environment()
 
 
+def test_what_is_left_over_in_a_shell_is_named(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.delenv(process._ELASTIC, raising=False)
+    for name in launch_checks._OTHER_SIZES:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            launch_checks.check_environment()
+            patch.setenv(name, "2")
+            with pytest.raises(
+                ConfigError, match=f"found {name}=2 without RANK, .*; set or unset all of them"
+            ):
+                launch_checks.check_environment()
+            export(patch, WHOLE)
+            launch_checks.check_environment()  # mpirun and srun also start ranks by hand
+    assert capsys.readouterr().err == ""
+    export(monkeypatch, WHOLE)
+    launch_checks.check_environment()
+    start = (
+        "note: by RANK=1, LOCAL_RANK=1, WORLD_SIZE=2, this process waits for the other ranks; unset RANK, "
+    )
+    assert capsys.readouterr().err.startswith(start)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_stop_signal_promises_no_save_that_may_not_come(elastic: bool, monkeypatch, capfd):
+    monkeypatch.delenv(process._ELASTIC, raising=False)
+    if elastic:
+        monkeypatch.setenv(process._ELASTIC, "x")
+    with process.SignalHandler():
+        signal.raise_signal(signal.SIGTERM)
+    said = "SIGTERM: the run saves and stops after this step" + ", unless another rank failed" * elastic
+    assert capfd.readouterr().err == f"{said}\n"
+
+
 @pytest.mark.parametrize(
     ("variables", "processes"),
     [({}, 1), ({"WORLD_SIZE": "2"}, 2), ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2)],
