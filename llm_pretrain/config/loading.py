@@ -60,7 +60,6 @@ def load_config(
 
     Raises:
         ConfigError: with every unknown setting and wrong type; without these, with what `validate` finds.
-            A path or WORLD_SIZE that the environment makes impossible is refused before.
         SystemExit: 0, after `--help` or `--print_config`.
     """
     line = _read_command_line(sys.argv[1:] if argv is None else list(argv))

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def check_environment() -> None:
             f"launch: expected {', '.join(needed)} together in the environment, found {found} without "
             f"{', '.join(missing)}; set or unset all of them, or start torchrun"
         )
-    if given and not others and "TORCHELASTIC_RUN_ID" not in os.environ and os.environ["WORLD_SIZE"] != "1":
+    is_launched = others or "TORCHELASTIC_RUN_ID" in os.environ or parent_process() is not None
+    if given and not is_launched and os.environ["WORLD_SIZE"] != "1":
         advice = f"unset {', '.join(needed)} to train alone"
         print(f"note: by {found}, this process waits for the other ranks; {advice}", file=sys.stderr)
 
@@ -294,8 +296,7 @@ def accelerate_surprises(settings: Mapping[str, Any], config: Config | None) -> 
         strategy = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}.get(kind, "ddp")
         replicas = int(_number(launched.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")) or 1)
         distributed = {"strategy": strategy, "dp_replicate_size": replicas}
-        training = {"activation_checkpointing": True}
-        any_config = from_dict({"distributed": distributed, "training": training})
+        any_config = from_dict({"distributed": distributed, "training": {"activation_checkpointing": True}})
         problems = _unsupported_settings(any_config, launched)
     elif wrong := validate(config, count, needs_data=False):
         yield from (f"with num_processes: {count}, {problem}; do change one of them" for problem in wrong)
