@@ -248,11 +248,12 @@ def test_paths_are_expanded_as_by_a_shell_or_refused(write, tmp_path, monkeypatc
     monkeypatch.setenv("PART", "a")
     monkeypatch.delenv("UNSET", raising=False)
     (tmp_path / "price$UNSET").mkdir()
-    write("run: {output_dir: ~/$PART/run, name: x}\ndata: {sources: [{store: '${PART}/s', name: $PART}]}")
+    prompts = "evaluation: {sample_prompts: [~/$PART]}"
+    write("run: {output_dir: ~/$PART/run}\ndata: {sources: [{store: '${PART}/s'}]}\n" + prompts)
     monkeypatch.chdir(tmp_path)
     config = load_config(["--config", "~/settings.yaml", "--checkpoint.resume", f"{tmp_path}/price$UNSET"])
     assert config.run.output_dir == f"{tmp_path}/a/run"
-    assert (config.data.sources[0].store, config.data.sources[0].name) == ("a/s", "$PART")
+    assert (config.data.sources[0].store, config.evaluation.sample_prompts) == ("a/s", ["~/$PART"])
     assert config.checkpoint.resume == f"{tmp_path}/price$UNSET"
     for path, name in (
         ("x/$UNSET", "$UNSET"),
