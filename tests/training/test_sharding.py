@@ -49,10 +49,10 @@ def test_a_launched_mesh_is_the_configured_one(plain_store: Path, monkeypatch: p
     for name, own, wrong, said in (
         ("dp_replicate", "2", "4", "distributed.dp_replicate_size: 2"),
         ("dp_shard", "4", "2", "distributed.dp_shard_size: 4"),
-        ("tp", "1", "2", "launch: tp_size is not supported"),
+        ("tp", "1", "2", "distributed: its fields set the mesh"),
     ):
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", wrong)
-        with pytest.raises(ConfigError, match=f"^{said}, but .* has {wrong}"):
+        with pytest.raises(ConfigError, match=f"^{said}, but .*_{name}_size is {wrong}, not {own};"):
             check_accelerate_settings(config, 8)
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", own)
         check_accelerate_settings(config, 8)
