@@ -271,7 +271,7 @@ def read_accelerate_file(path: Path) -> dict[str, Any]:
             load_config_from_file(str(path))  # as `accelerate launch`: it refuses unknown keys
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"--accelerate_config {path}: expected a YAML file of Accelerate's, found: {reason_of(error)}"
+            f"--accelerate_config {path}: expected a YAML file, found: {reason_of(error)}"
         ) from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: expected Accelerate's settings, found {settings!r:.60}")
