@@ -115,7 +115,7 @@ def _answer(source: TrainedModel, conversation: Conversation, line: str, samplin
     """Print the answer to `line` while it is generated, and append both to the conversation."""
     from llm_pretrain.model.generation import TextStream, generate
 
-    limit = source.model.config.max_position_embeddings
+    limit = source.model.config.longest_sequence
     room = limit - max(1, min(sampling["max_new_tokens"], limit // 4))
     conversation.turns.append(("user", line))
     if dropped := conversation.fit(room):

@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _settings(source: TrainedModel, arguments: argparse.Namespace) -> Config:
     """The run's configuration, or the defaults outside of a run, overridden by the options."""
-    run, limit = source.opened.run, source.model.config.max_position_embeddings
+    run, limit = source.opened.run, source.model.config.longest_sequence
     config = run or Config(training=TrainingConfig(precision="fp32"))
     length = arguments.sequence_length or config.training.sequence_length
     if run is None and arguments.sequence_length is None:

@@ -146,7 +146,7 @@ def _texts(
     for row, stream in enumerate(streams):
         if rest := stream.finish():
             yield row, rest
-    limit = source.model.config.max_position_embeddings
+    limit = source.model.config.longest_sequence
     if any(length >= limit and not end for length, end in zip(lengths, ended, strict=True)):
         print(f"note: ended at the model's {limit} positions (max_position_embeddings)", file=sys.stderr)
 

@@ -128,21 +128,20 @@ def dump_yaml(config: Config, *, comments: bool = False) -> str:
 
 
 def resolve_model(config: Config, tokenizer_size: int) -> Config:
-    """The configuration with `model.vocab_size` filled in, for a tokenizer of `tokenizer_size` ids.
+    """The configuration with sizes of `model` filled in, for a tokenizer of `tokenizer_size` ids.
 
     Raises:
         ConfigError: the given `model.vocab_size` has no room for every id.
     """
     given = config.model.vocab_size
-    if given is None:
-        rows = -(-tokenizer_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=rows))
-    if given < tokenizer_size:
+    if given is not None and given < tokenizer_size:
         raise ConfigError(
             f"model.vocab_size: expected at least the tokenizer's {tokenizer_size} ids, found {given}; "
             "leave it out to take the tokenizer's size"
         )
-    return config
+    rows = given or -(-tokenizer_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    sizes = {"vocab_size": rows, "max_position_embeddings": config.longest_sequence}
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
 
 
 def compiles(config: Config, world_size: int = 1, *, on_gpu: bool) -> bool:

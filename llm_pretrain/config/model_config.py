@@ -38,7 +38,7 @@ class ModelConfig:
         num_key_value_heads: Number of key and value heads (grouped-query attention).
         head_dim: Width of one head. Default: hidden_size / num_attention_heads.
         max_position_embeddings: Longest sequence that the exported model supports; at least
-            training.sequence_length.
+            training.sequence_length, which is the default (with YaRN: 32768).
         rms_norm_eps: Epsilon of every RMSNorm.
         initializer_range: Standard deviation of the initial weights.
         zero_init_residual: Initialise the matrices that write into the residual stream (o_proj, down_proj)
@@ -85,7 +85,7 @@ class ModelConfig:
     num_attention_heads: Annotated[int, Range(gt=0, le=1 << 16)] = 8
     num_key_value_heads: Annotated[int, Range(gt=0, le=1 << 16)] = 2
     head_dim: Annotated[int, Range(gt=0, le=1 << 16)] | None = None
-    max_position_embeddings: PositiveInt = 32768
+    max_position_embeddings: PositiveInt | None = None
     rms_norm_eps: Annotated[float, Range(gt=0, ge=1e-37)] = 1e-6  # fp32 rounds less to 0: a division by 0
     initializer_range: PositiveFloat = 0.02
     zero_init_residual: bool = False
@@ -139,7 +139,7 @@ class ModelConfig:
     def _check_rope(self) -> Iterator[str]:
         """Problems of the RoPE scaling, including fields that have no effect with the chosen type."""
         kind, factor = self.rope_type, self.rope_factor
-        original, longest = self.original_max_position_embeddings, self.max_position_embeddings
+        original, longest = self.original_max_position_embeddings, self.longest_sequence
         if kind == "default" and factor != 1:
             yield (
                 f"model.rope_factor: expected 1 with model.rope_type = default, found {factor}; "
@@ -220,9 +220,14 @@ class ModelConfig:
         return self.moe_intermediate_size or self.intermediate_size
 
     @property
+    def longest_sequence(self) -> int:
+        """`max_position_embeddings`, resolved for a model outside of a run (`Config.longest_sequence`)."""
+        return self.max_position_embeddings or 32768
+
+    @property
     def rope_original_context(self) -> int:
         """Context length that YaRN extends, resolved."""
-        return self.original_max_position_embeddings or int(self.max_position_embeddings / self.rope_factor)
+        return self.original_max_position_embeddings or int(self.longest_sequence / self.rope_factor)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0) routes to experts."""

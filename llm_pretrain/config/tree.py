@@ -472,6 +472,12 @@ class Config:
         if self.distributed.strategy == "deepspeed":
             yield from self._check_deepspeed()
 
+    @property
+    def longest_sequence(self) -> int:
+        """`model.max_position_embeddings`, resolved."""
+        is_set = self.model.max_position_embeddings is not None or self.model.rope_type == "yarn"
+        return self.model.longest_sequence if is_set else self.training.sequence_length
+
     def check_batch(self, world_size: int) -> Iterator[str]:
         """One line if the global batch cannot be divided among so many processes."""
         micro, total = self.training.micro_batch_size, self.training.global_batch_size
@@ -508,7 +514,7 @@ class Config:
             )
 
     def _check_lengths(self) -> Iterator[str]:
-        longest, dropout = self.model.max_position_embeddings, self.model.attention_dropout
+        longest, dropout = self.longest_sequence, self.model.attention_dropout
         if self.training.sequence_length > longest:
             yield (
                 f"training.sequence_length: expected at most model.max_position_embeddings = {longest}, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -172,6 +173,12 @@ class TokenStore:
                 f"found {self.vocab_size}; prepare the store again"
             )
         return tokenizer
+
+    def has_ids_of(self, other: TokenStore) -> bool:
+        """Whether the tokenizers of both stores have the same ids for every text."""
+        with suppress(DataError):  # a file that does not belong to its store
+            return self.tokenizer_hash == other.tokenizer_hash or self.tokenizer().same_ids(other.tokenizer())
+        return False
 
     @property
     def tokenizer_digests(self) -> dict[str, str]:

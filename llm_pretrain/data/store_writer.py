@@ -330,7 +330,7 @@ class StoreWriter:
             "package_version": __version__,
             "dtype": self._dtype,
             "vocab_size": tokenizer.vocab_size,
-            "tokenizer_hash": tokenizer.hash,
+            "tokenizer_hash": files["tokenizer/tokenizer.json"]["sha256"],
             "special_ids": sorted(tokenizer.special_ids),
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": tokenizer.eos_token_id,
@@ -353,12 +353,25 @@ class StoreWriter:
         shutil.rmtree(old, ignore_errors=True)
 
     def _copy_tokenizer(self) -> dict[str, dict[str, Any]]:
+        """Copies the tokenizer so that readers of exports begin a text as the store's documents begin."""
         (self.folder / "tokenizer").mkdir()
-        files = {}
+        files, changed = {}, self._tokenizer.files_with_first(self._first_token())
         for name in TOKENIZER_FILES:
             source = self._tokenizer.folder / name
             if source.is_file():
                 copy = HashedFile(self.folder / "tokenizer" / name)
-                copy.write(source.read_bytes())
+                copy.write(changed.get(name) or source.read_bytes())
                 files[f"tokenizer/{name}"] = copy.close()
         return files
+
+    def _first_token(self) -> int | None:
+        """BOS, or else EOS, if most of a sample of training documents begin with it; None otherwise."""
+        bos, folder = self._tokenizer.bos_token_id, self.folder / "train"
+        first = self._tokenizer.eos_token_id if bos is None else bos
+        if not self.splits["train"].documents:
+            return None
+        tokens = np.memmap(folder / _shard_name(0), self._dtype, "r")
+        starts = np.memmap(folder / "offsets.bin", "<i8", "r")[:-1]
+        starts = starts[: np.searchsorted(starts, len(tokens))]
+        begins = tokens[starts[:: len(starts) // 1000 + 1]] == first
+        return first if begins.mean() > 0.5 else None

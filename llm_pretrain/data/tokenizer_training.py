@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from llm_pretrain.data.documents import EMPTY, RecordError, parse_record
 from llm_pretrain.data.readers import read_records
-from llm_pretrain.data.tokenizers import SPACE_SPLIT, Tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers import SPACE_SPLIT, Tokenizer, first_token, open_tokenizer
 from llm_pretrain.errors import ConfigError, DataError
 
 TokenizerType = Literal["sentencepiece-bpe", "sentencepiece-unigram", "char", "bytelevel-bpe"]
@@ -236,10 +236,6 @@ def tokenizer_json(vocabulary: dict[str, int], *, chat: bool, **parts: Any) -> d
     special = SPECIAL_TOKENS + (CHAT_TOKENS if chat else ())
     bos = SPECIAL_TOKENS[1]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    first, second = (
-        [{"SpecialToken": {"id": bos, "type_id": k}}, {"Sequence": {"id": name, "type_id": k}}]
-        for k, name in enumerate("AB")
-    )
     return {
         "version": "1.0",
         "truncation": None,
@@ -247,12 +243,7 @@ def tokenizer_json(vocabulary: dict[str, int], *, chat: bool, **parts: Any) -> d
         "added_tokens": [{"id": vocabulary[token], "content": token, **flags} for token in special],
         "normalizer": parts.get("normalizer"),
         "pre_tokenizer": parts.get("pre_tokenizer"),
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": first,
-            "pair": first + second,
-            "special_tokens": {bos: {"id": bos, "ids": [vocabulary[bos]], "tokens": [bos]}},
-        },
+        "post_processor": first_token(bos, vocabulary[bos]),
         "decoder": parts["decoder"],
         "model": parts["model"],
     }

@@ -178,6 +178,28 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def same_ids(self, other: Tokenizer) -> bool:
+        """Whether both have the same ids for every text; post-processors only add special tokens."""
+        return {**self._spec, "post_processor": None} == {**other._spec, "post_processor": None}
+
+    def files_with_first(self, first: int | None) -> dict[str, bytes]:
+        """New content of the files by which readers put the token `first`, and no other, around a text.
+
+        Empty if `first` is None, or if they do so already.
+        """
+        from tokenizers import Tokenizer, models
+
+        probe = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+        probe.post_processor = self._backend.post_processor
+        if first is None or probe.encode("a").ids == [first, 0]:
+            return {}
+        added = {"add_bos_token": first == self.bos_token_id, "add_eos_token": False}
+        added |= {"tokenizer_class": "PreTrainedTokenizerFast"}  # others may ignore the post-processor
+        contents = {"tokenizer.json": {**self._spec, "post_processor": first_token(self.token(first), first)}}
+        if (file := self.folder / "tokenizer_config.json").is_file():
+            contents[file.name] = read_object(file) | added
+        return {name: json.dumps(each, ensure_ascii=False).encode() for name, each in contents.items()}
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
@@ -248,6 +270,20 @@ def convert_tokenizer(folder: str | Path, target: Path) -> None:
         raise DataError(f"{folder}: expected a Hugging Face tokenizer folder, found: {reason}") from error
     if not (target / "tokenizer.json").is_file():
         raise DataError(f"{folder}: expected a tokenizer that has a fast form (tokenizer.json), found none")
+
+
+def first_token(token: str, index: int) -> dict[str, Any]:
+    """Entry `post_processor` of tokenizer.json that puts a special token before a text."""
+    first, second = (
+        [{"SpecialToken": {"id": token, "type_id": k}}, {"Sequence": {"id": name, "type_id": k}}]
+        for k, name in enumerate("AB")
+    )
+    return {
+        "type": "TemplateProcessing",
+        "single": first,
+        "pair": first + second,
+        "special_tokens": {token: {"id": token, "ids": [index], "tokens": [token]}},
+    }
 
 
 def use_one_thread() -> None:

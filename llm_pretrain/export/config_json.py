@@ -6,6 +6,7 @@ The file is for transformers 5, transformers 4 and mlx-lm.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +24,7 @@ class HFArchitecture:
     Args:
         class_name: Name of the class in transformers.
         keys: Our field -> its names in `config.json`, and the architecture's default if all names are missing
-            (None: the key is required).
+            (None: that of transformers' class).
         fixed: Our fields whose values the architecture implies.
         extra: Keys that are always written.
         lacks: Keys of other architectures that this class does not declare. They are not written, because a
@@ -335,6 +336,7 @@ def huggingface_config(
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     result |= {name: getattr(model, name) for name in _COMMON}
+    result["max_position_embeddings"] = model.longest_sequence
     if model_type.startswith("qwen"):
         result |= {"use_sliding_window": False, "max_window_layers": model.num_hidden_layers}
     if architecture.keys:
@@ -431,9 +433,13 @@ def _read_model(config_json: dict[str, Any]) -> ModelConfig:
         problems.insert(0, f"config.json: model_type: expected one of {known}, found {model_type!r}{lacking}")
     if architecture is None or problems:
         raise ConfigError(*problems)
-    missing = [name for name in ("vocab_size", *_COMMON[:5]) if config_json.get(name) is None]
-    if missing:
-        raise ConfigError(f"config.json: expected the keys {', '.join(missing)}, found none of that name")
+    sizes = ("vocab_size", *_COMMON[:6])
+    usual = {name: _usual(str(model_type), name) for name in sizes if name not in config_json}
+    config_json = config_json | usual
+    if config_json.get("num_key_value_heads") is None:
+        config_json["num_key_value_heads"] = config_json.get("num_attention_heads")
+    if missing := [name for name in sizes if config_json.get(name) is None]:
+        raise ConfigError(f"config.json: {', '.join(missing)}: expected a number, found null")
     fields: dict[str, Any] = {name: config_json[name] for name in _COMMON if name in config_json}
     fields.setdefault("tie_word_embeddings", model_type == "ernie4_5_moe")
     fields.setdefault("rms_norm_eps", architecture.rms_norm_eps)
@@ -448,15 +454,21 @@ def _read_model(config_json: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**fields)
 
 
+def _usual(model_type: str, *names: str) -> Any:
+    """transformers' default for the first of these keys that it has; makes no configuration of any size."""
+    from transformers import CONFIG_MAPPING
+
+    parameters = inspect.signature(CONFIG_MAPPING[model_type]).parameters
+    return next((parameters[name].default for name in names if name in parameters), None)
+
+
 def _expert_fields(
     config_json: dict[str, Any], model_type: str, architecture: HFArchitecture
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {"router_aux_loss_coef": config_json.get("router_aux_loss_coef", 0.001)}
     for field, (names, default) in architecture.keys.items():
         found = [config_json[name] for name in names if config_json.get(name) is not None]
-        if not found and default is None:
-            raise ConfigError(f"config.json: expected the key {names[-1]}, found none of that name")
-        fields[field] = found[0] if found else default
+        fields[field] = found[0] if found else _usual(model_type, *names) if default is None else default
     if model_type in ROUTER_BIAS:
         fields["router_bias_update_rate"] = _FOREIGN_BIAS_UPDATE_RATE
     if model_type in _MLP_ONLY_LAYERS:
@@ -573,9 +585,7 @@ def _rope_fields(config_json: dict[str, Any], architecture: HFArchitecture) -> d
 def _rope_scaling_fields(rope: dict[str, Any], kind: str, config_json: dict[str, Any]) -> dict[str, Any]:
     if kind == "linear":
         return {"rope_factor": _rope_factor(rope.get("factor"))}
-    longest = config_json.get("max_position_embeddings")
-    if longest is None:
-        raise ConfigError("config.json: expected the key max_position_embeddings, found none of that name")
+    longest = config_json["max_position_embeddings"]
     # as in transformers, a value at the top of the file takes precedence
     original = config_json.get("original_max_position_embeddings") or rope.get(
         "original_max_position_embeddings", longest

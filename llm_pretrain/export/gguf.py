@@ -258,7 +258,7 @@ def _metadata(model: ModelConfig, architecture: str) -> dict[str, int | float | 
     head_dim = model.attention_head_dim
     is_mixtral = architecture == "llama" and bool(model.moe_layers)
     metadata: dict[str, int | float | str | bool] = {
-        "context_length": model.max_position_embeddings,
+        "context_length": model.longest_sequence,
         "embedding_length": model.hidden_size,
         "block_count": model.num_hidden_layers,
         "feed_forward_length": model.expert_intermediate_size if is_mixtral else model.intermediate_size,

@@ -54,7 +54,7 @@ def generate(
     Raises:
         ConfigError: A prompt is empty or leaves no position free, or a setting is out of range.
     """
-    limit = model.config.max_position_embeddings
+    limit = model.config.longest_sequence
     _check_settings(max_new_tokens, temperature, top_k, top_p)
     for index, prompt in enumerate(prompts):
         if not 0 < len(prompt) < limit:

@@ -289,7 +289,7 @@ class Samples:
         left."""
         start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         first = [] if start is None else [start]
-        room = model.config.max_position_embeddings - self.config.evaluation.sample_tokens - len(first)
+        room = model.config.longest_sequence - self.config.evaluation.sample_tokens - len(first)
         return [first + ids[max(0, len(ids) - room) :] for ids in tokenizer.encode(self.prompts)]
 
 

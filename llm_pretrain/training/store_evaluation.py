@@ -64,7 +64,7 @@ def evaluate_stores(model: Decoder, tokenizer: Tokenizer, config: Config, split:
 
     stores = open_stores(config)
     for store in stores:
-        if store.tokenizer_hash != tokenizer.hash:
+        if store.tokenizer_hash != tokenizer.hash and not tokenizer.same_ids(store.tokenizer()):
             raise DataError(
                 f"{store.path}: expected a store of the model's tokenizer ({tokenizer.hash[:12]}), "
                 f"found another's ({store.tokenizer_hash[:12]}); prepare it with {tokenizer.folder}"

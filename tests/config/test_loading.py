@@ -277,11 +277,25 @@ def test_a_file_in_another_encoding_is_named(tmp_path):
         assert line.endswith("x.yaml: cannot be read: not UTF-8 text, perhaps UTF-16; save it as UTF-8")
 
 
+@pytest.mark.parametrize(
+    ("options", "longest"),
+    [
+        ([], 96),
+        (["--model.max_position_embeddings", "200"], 200),
+        (["--model.rope_type", "yarn", "--model.rope_factor", "4"], 32768),
+    ],
+    ids=["default", "set", "yarn"],
+)
+def test_a_model_supports_the_length_it_is_trained_on_unless_more_is_set(options, longest):
+    config = load_config([*SOURCES, "--training.sequence_length", "96", *options])
+    assert resolve_model(config, 64).model.longest_sequence == longest
+
+
 @pytest.mark.parametrize(("ids", "rows"), [(1, 64), (64, 64), (65, 128), (6400, 6400)])
 def test_the_vocabulary_defaults_to_the_tokenizers_rounded_up(ids, rows):
     assert resolve_model(Config(), ids).model.vocab_size == rows
     given = load_config([*SOURCES, "--model.vocab_size", str(ids)])
-    assert resolve_model(given, ids) == given
+    assert resolve_model(given, ids).model.vocab_size == ids
     with pytest.raises(
         ConfigError, match=rf"model.vocab_size: expected at least.* {ids + 1} ids, found {ids}"
     ):

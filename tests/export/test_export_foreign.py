@@ -113,6 +113,28 @@ def test_missing_yarn_settings_have_transformers_defaults(keys, original, factor
     assert (config.rope_original_context, config.rope_factor) == (original, factor)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "hy_v3"])
+def test_missing_keys_have_transformers_defaults(name):
+    from transformers import AutoConfig
+
+    keys = {"vocab_size": 384, "sliding_window": None}
+    found, usual = (
+        model_config_from_huggingface({"model_type": name, **keys}),
+        AutoConfig.for_model(name, **keys),
+    )
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    for size in (*sizes, "num_key_value_heads", "max_position_embeddings"):
+        assert getattr(found, size) == getattr(usual, size), size
+    assert found.num_experts == (getattr(usual, "num_experts", 0) or getattr(usual, "num_local_experts", 0))
+
+
+@pytest.mark.parametrize("keys", [{}, {"num_key_value_heads": None}])
+def test_a_llama_without_key_value_heads_has_one_for_each_query_head(keys):
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    config = model_config_from_huggingface({"model_type": "llama", **sizes, **keys})
+    assert config.num_key_value_heads == config.num_attention_heads == SIZES["num_attention_heads"]
+
+
 def test_scaling_is_written_in_every_spelling():
     config = dataclasses.replace(MOE, rope_type="yarn", rope_factor=4.0, qk_norm=False, rope_theta=5e3)
     written = huggingface_config(config, dtype="bf16", **IDS)
@@ -133,7 +155,6 @@ def test_scaling_is_written_in_every_spelling():
     [
         ("glm4_moe", {"n_routed_experts": 6}, "partial_rotary_factor"),  # its default is a half
         ("glm4_moe", {"n_routed_experts": 6, "n_group": 2, "topk_group": 1}, "topk_group"),
-        ("glm4_moe", {}, "n_routed_experts"),
         ("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "use_bias": True}, "use_bias"),
         ("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "moe_layer_end_index": 1}, "moe_layer_end_index"),
         ("hy_v3", {"num_experts": 6, "mlp_layer_types": ["sparse", "dense", "dense"]}, "mlp_layer_types"),

@@ -15,8 +15,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.corpora import make_config, write_jsonl
+from transformers import AutoTokenizer
 
+from llm_pretrain.api import open_source
 from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.data.loader import open_stores
+from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.tokenizer_training import train_tokenizer
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import CheckpointError, ConfigError, DataError
@@ -281,6 +286,39 @@ def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path, tokenizers
 
 def tokenizer_json(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: change_json(folder / "tokenizer.json", lambda spec: spec.update(changes))
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_readers_begin_a_text_as_training_did(tmp_path, tokenizers, bos, capsys):
+    """A tokenizer that puts nothing, or something at the end, around a text; ours add BOS only once."""
+    tokenizer = shutil.copytree(tokenizers["bytelevel-bpe"], tmp_path / "tokenizer")
+    tokenizer_json(post_processor=None if bos else TWO_IN_FRONT)(tokenizer)
+    changes = {"add_bos_token": False, "add_eos_token": True, "tokenizer_class": "GPTNeoXTokenizer"}
+    changes |= {} if bos else {"bos_token": None}
+    change_json(tokenizer / "tokenizer_config.json", lambda content: content.update(changes))
+    (tokenizer / "special_tokens_map.json").unlink()
+    (tmp_path / "corpus.txt").write_text(ENGLISH)
+    store = prepare_store(
+        Preparation([str(tmp_path / "corpus.txt")], tokenizer, tmp_path / "store", workers=1)
+    )
+    *trained, end = store.split("train").document(0)[0].tolist()
+    assert trained[0] == (store.bos_token_id if bos else end)
+    weights = write_weights(
+        tmp_path / "weights", BASE, store.tokenizer_folder, bos_token_id=store.bos_token_id, eos_token_id=end
+    )
+    assert AutoTokenizer.from_pretrained(weights)(ENGLISH)["input_ids"] == trained
+    opened = open_source(weights, tokenizer=tokenizer)
+    assert opened.encode(ENGLISH) == trained
+    assert capsys.readouterr().err == "", "the original has the same ids"
+    file = write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": trained[1:]}])
+    other = prepare_store(Preparation([str(file)], tokenizer, tmp_path / "other", workers=1))
+    assert other.tokenizer_hash == Tokenizer(tokenizer).hash != store.tokenizer_hash, "begins with text"
+    assert len(open_stores(make_config(store, other))) == 2
+    write_gguf(weights, tmp_path / "model.gguf", "fp32")
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    from support.llama_cpp import LlamaCpp
+
+    assert LlamaCpp(tmp_path / "model.gguf").tokenize(ENGLISH) == trained
 
 
 def another_pattern(folder: Path) -> None:
