@@ -94,15 +94,15 @@ def _check_checkpoint(check: Check, run: RunFiles, step: int, path: Path) -> Non
         check.fail(problem)
     size = sum(entry["bytes"] for entry in manifest.files.values())
     check.looked_at = f"{len(manifest.files)} files, {size:,} bytes, SHA-256"
+    if check.problems:
+        check.reason = "its tensors, since its files are not what the manifest says"
+        return
     if start := Progress.resumed(manifest.run, path).started_from:
         if not is_checkpoint(Path(start.path)):
             check.reason = f"its start from {start.path}, which is not there"
         elif difference := start.difference(Path(start.path)):
             check.fail(f"manifest.json: {difference}")
         check.looked_at += f"; started from {start.path}"
-    if check.problems:
-        check.reason = "its tensors, since its files are not what the manifest says"
-        return
     if run.fingerprints is None:
         check.reason = "fingerprints, since the stores cannot be opened"
     else:
