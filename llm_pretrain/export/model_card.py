@@ -53,7 +53,7 @@ class ModelCardData:
         evaluation: Metrics `eval/…` of the last evaluation; empty if there was none.
         evaluation_step: Step of that evaluation.
         is_best: Whether these weights have the lowest evaluation loss so far.
-        started_from: Weights folder, or name of the run, from which training started; None without one.
+        started_from: Name of the run with whose state training started; None without one.
     """
 
     config: Config
@@ -81,7 +81,7 @@ def model_card(data: ModelCardData) -> str:
         _data(data),
         _training(data),
         _evaluation(data),
-        _limits(data.started_from),
+        _limits(data.started_from or data.config.model.init_from),
         f"## Settings\n\n```yaml\n{dump_yaml(_settings(data.config)).strip()}\n```",
     ]
     return "\n\n".join(parts) + "\n"

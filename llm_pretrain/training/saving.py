@@ -499,7 +499,7 @@ def card_facts(
         evaluation=progress.evaluation,
         evaluation_step=progress.evaluation_step,
         is_best=is_best,
-        started_from=Path(start.path).parent.parent.name if start else config.model.init_from,
+        started_from=Path(start.path).parent.parent.name if start else None,
     )
 
 

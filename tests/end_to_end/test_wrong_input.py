@@ -59,8 +59,8 @@ class Refusal:
         return self._message(f"llm-pretrain {arguments[0]}: error: ", named)
 
     def of_run(self, arguments: list[str], folder: Path, exit_code: int, *named: str) -> None:
-        """As `of_training`; status.json says the same, unless a finished run refused its settings or data, and
-        nothing else in the folder changes."""
+        """As `of_training`; status.json says the same, but stays if a finished run refuses settings or data.
+        Nothing else in the folder changes."""
         before, reached, was = contents(folder), progress(folder), read_status(folder / "status.json")
         message = self.of_training(arguments, exit_code, *named)
         status = json.loads((folder / "status.json").read_text())
