@@ -61,7 +61,7 @@ code)
     [ "$(mark)" = "$before" ] && exit "$launchers"
     read_status
     case $code in
-    '' | *[!0-9]*) exit "$launchers" ;;
+    '' | 0 | *[!0-9]*) exit "$launchers" ;; # 0: the run is finished, but may have refused to start again
     *) exit "$code" ;;
     esac
     ;;

@@ -17,7 +17,7 @@ from llm_pretrain.audit.comparison import tensor_difference
 from llm_pretrain.audit.history_checks import RunFiles, is_integer
 from llm_pretrain.checkpoints.folders import committed_folders, folder_name
 from llm_pretrain.checkpoints.manifest import Manifest, find_damage, fingerprint_differences, read_manifest
-from llm_pretrain.checkpoints.opening import CheckpointTensors
+from llm_pretrain.checkpoints.opening import CheckpointTensors, is_checkpoint
 from llm_pretrain.checkpoints.weights import saved_names
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import weight_changes_fingerprint
@@ -28,6 +28,7 @@ from llm_pretrain.files import read_marker, read_object, read_plain
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.ema import average_name
 from llm_pretrain.runs.rows import read_rows
+from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.saving import fingerprints
 
 
@@ -96,6 +97,12 @@ def _check_checkpoint(check: Check, run: RunFiles, step: int, path: Path) -> Non
     if check.problems:
         check.reason = "its tensors, since its files are not what the manifest says"
         return
+    if start := Progress.resumed(manifest.run, path).started_from:
+        if not is_checkpoint(Path(start.path)):
+            check.reason = f"its start from {start.path}, which is not there"
+        elif difference := start.difference(Path(start.path)):
+            check.fail(f"manifest.json: {difference}")
+        check.looked_at += f"; started from {start.path}"
     if run.fingerprints is None:
         check.reason = "fingerprints, since the stores cannot be opened"
     else:

@@ -131,7 +131,7 @@ def _problems(config: Config, world_size: int) -> list[str]:
     anywhere = replace(
         config,
         run=replace(config.run, output_dir=None),
-        checkpoint=replace(config.checkpoint, resume="auto"),
+        checkpoint=replace(config.checkpoint, resume="auto", start_from=None),
         logging=replace(config.logging, tensorboard=False),
     )
     return validate(anywhere, world_size)

@@ -73,7 +73,7 @@ def _job(plan: ReplayPlan, segment: Segment, leg: Leg, number: int) -> Job:
     file.write_text(dump_yaml(leg.config))
     options: dict[str, object] = {"checkpoint.save_steps": leg.last if _is_saved(segment, leg) else _NEVER}
     if segment.source is not None:  # the next leg continues from the checkpoint that this one saves
-        options["checkpoint.resume"] = segment.source.resolve()
+        options[f"checkpoint.{'resume' if segment.start else 'start_from'}"] = segment.source.resolve()
     return Job(
         leg.path, leg.world_size, folder, folder.with_suffix(".log"),
         ("--config", str(file), *as_options(options)), leg.config.distributed.cpu_threads or 1,

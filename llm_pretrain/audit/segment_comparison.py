@@ -35,7 +35,7 @@ from llm_pretrain.runs.rows import is_training_row
 
 EXACT = (*SAMPLES, "train/tokens", "train/learning_rate")
 """Keys whose values are equal bit for bit on any hardware, mesh and number of processes."""
-_NOT_COMPARED = ("extra.best", "extra.evaluation_owed")
+_NOT_COMPARED = ("extra.best", "extra.evaluation_owed", "extra.started_from")
 """Entries of a manifest that a replay cannot match: it keeps no best weights, and no stop signal ends its
 evaluations."""
 _EVALUATION = ("extra.evaluation", "extra.evaluation_step")

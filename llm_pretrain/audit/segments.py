@@ -7,7 +7,7 @@ import random
 import secrets
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from llm_pretrain.checkpoints.folders import committed_folders
-from llm_pretrain.checkpoints.manifest import read_manifest
+from llm_pretrain.checkpoints.manifest import StartPoint, read_manifest
 from llm_pretrain.checkpoints.opening import is_checkpoint
 from llm_pretrain.config.loading import dump_yaml, load_config, resolve_model
 from llm_pretrain.config.tree import Config
@@ -27,6 +27,7 @@ from llm_pretrain.launch.options import LaunchPlan, choose_output, find_scripts
 from llm_pretrain.runs.attempts import Attempt, owner_of, read_attempts, row_starts
 from llm_pretrain.runs.rows import Row, read_metrics
 from llm_pretrain.runs.status import read_status
+from llm_pretrain.training.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Segment:
         target: The checkpoint of step `end`; None if it is not kept, and only rows are compared.
         legs: In order; empty if the segment cannot be replayed.
         missing: Why the segment cannot be replayed.
+        started_from: `source` as the run's manifests name it, if the run started from it at step 0.
     """
 
     start: int
@@ -71,6 +73,7 @@ class Segment:
     target: Path | None
     legs: tuple[Leg, ...] = ()
     missing: str = ""
+    started_from: StartPoint | None = None
 
     @property
     def name(self) -> str:
@@ -225,7 +228,8 @@ def make_segments(run: Path, attempts: Sequence[Attempt], first: int, last: int)
     """
     origin, kept = attempts[0], committed_folders(run / "checkpoints")
     resume = origin.config.checkpoint.resume if origin.config else ""
-    sources = {origin.start: Path(resume) if origin.start else None}
+    started = None if origin.start else _started_from(attempts, kept)
+    sources = {origin.start: Path(started.path if started else resume) if started or origin.start else None}
     sources |= {step: path for step, path in kept.items() if step >= origin.start and _has_manifest(path)}
     begin = max((step for step in sources if step <= first), default=origin.start)
     ends = [step for step in kept if begin < step <= last]
@@ -234,8 +238,19 @@ def make_segments(run: Path, attempts: Sequence[Attempt], first: int, last: int)
     segments = []
     for end in ends:
         start = max(step for step in sources if step < end)
-        segments.append(Segment(start, end, sources[start], kept.get(end)))
+        started_from = None if start else started
+        segments.append(Segment(start, end, sources[start], kept.get(end), started_from=started_from))
     return segments
+
+
+def _started_from(attempts: Sequence[Attempt], kept: Mapping[int, Path]) -> StartPoint | None:
+    """What the run started from at step 0: by its newest manifest, else by its settings, without a digest."""
+    for path in reversed([*kept.values()]):
+        if _has_manifest(path):
+            return Progress.resumed(read_manifest(path).run, path).started_from
+    config = owner_of(1, attempts).config
+    source = config and config.checkpoint.start_from
+    return StartPoint(source, "unknown") if source else None
 
 
 def _has_manifest(path: Path) -> bool:
@@ -267,6 +282,8 @@ def _with_legs(
             f"it begins from another run's checkpoint, {segment.source}, which is not there; name it by "
             "--checkpoint.resume"
         )
+        return dataclasses.replace(segment, missing=missing)
+    if segment.started_from and (missing := segment.started_from.difference(segment.source or Path())):
         return dataclasses.replace(segment, missing=missing)
     starts = {each.start for each in attempts if segment.start < each.start < segment.end}
     cuts = [segment.start, *sorted(starts), segment.end]
@@ -302,7 +319,7 @@ def replayed_config(attempt: Attempt, world_size: int, settings: Sequence[str]) 
         config,
         run=dataclasses.replace(config.run, output_dir=None),
         checkpoint=dataclasses.replace(
-            resumes, resume="auto", keep_best=False, async_save=False, keep_last=_KEEP_ALL
+            resumes, resume="auto", start_from=None, keep_best=False, async_save=False, keep_last=_KEEP_ALL
         ),
         evaluation=dataclasses.replace(config.evaluation, sample_prompts=[]),
         logging=dataclasses.replace(config.logging, report=False, tensorboard=False, wandb_mode="disabled"),

@@ -119,16 +119,37 @@ class Manifest:
 
 
 @dataclass(frozen=True)
+class StartPoint:
+    """Absolute path of another run's checkpoint that a run started from, and SHA-256 of its manifest.json."""
+
+    path: str
+    sha256: str
+
+    @classmethod
+    def of(cls, folder: Path) -> StartPoint:
+        """The checkpoint in a folder."""
+        return cls(str(folder.resolve()), file_digest(folder / MANIFEST_NAME)["sha256"])
+
+    def difference(self, folder: Path) -> str | None:
+        """A line if the checkpoint in `folder` is another one; None if it is this one."""
+        found, text = StartPoint.of(folder).sha256, "the manifest that the run started from"
+        if found != self.sha256:
+            return f"{folder}: expected {text}, SHA-256 {self.sha256:.16}, found {found:.16}"
+
+
+@dataclass(frozen=True)
 class ResumePoint:
     """A verified checkpoint that matches the run.
 
     Args:
         warnings: Newer checkpoints that are damaged; after loading, also what changed since the save.
+        start: The checkpoint as another run's, from which this run starts at step 0; None on a resume.
     """
 
     path: Path
     manifest: Manifest = field(repr=False)
     warnings: list[str] = field(default_factory=list)
+    start: StartPoint | None = None
 
     @property
     def run(self) -> RunFacts:
@@ -137,8 +158,8 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken; the next step is `step + 1`."""
-        return self.run.step
+        """Optimizer steps that this run has taken; the next step is `step + 1`."""
+        return 0 if self.start else self.run.step
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from llm_pretrain.checkpoints.manifest import (
     OPTIMIZER_STATE,
+    Manifest,
     OptimizerEntry,
     ScalarEntry,
     ScalerEntry,
@@ -29,6 +30,7 @@ from llm_pretrain.checkpoints.manifest import (
 )
 from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError
+from llm_pretrain.optim.ema import AVERAGE, DECAY
 from llm_pretrain.optim.param_groups import as_sharded, replicate_dims
 
 if TYPE_CHECKING:
@@ -139,6 +141,16 @@ def collect_targets(model: nn.Module, optimizer: Optimizer, without_state: list[
             optimizer.state.pop(parameter, None)
             optimizer_state["state"].pop(name, None)  # type: ignore[union-attr]  # torch types it as anything
     return _flatten(model, model_state, optimizer_state)
+
+
+def match_average(content: Manifest, target: TrainingState, optimizer: Optimizer) -> None:
+    """Leave out the parameters' average (EMA), in place, if only one of checkpoint and optimizer has it."""
+    groups, states = content.optimizer["groups"], (target.optimizer or {"state": {}})["state"]
+    if any(DECAY in group for group in groups) == (DECAY in optimizer.defaults):
+        return
+    for entries in (content.tensors, target.tensors, *groups, *states.values(), *optimizer.state.values()):
+        for name in [key for key in entries if key == DECAY or f".{key}".endswith(f".{AVERAGE}")]:
+            del entries[name]
 
 
 def apply_state(model: nn.Module, optimizer: Optimizer, state: TrainingState) -> None:

@@ -146,12 +146,12 @@ class CheckpointStore:
         return path
 
     def find(
-        self, *, expected: Callable[[int], dict[str, str]], source: Path | None = None
+        self, *, expected: Callable[[RunFacts], dict[str, str]], source: Path | None = None
     ) -> ResumePoint | None:
         """The newest sound checkpoint, or the one in `source`, after verifying all its files.
 
         Args:
-            expected: Returns the fingerprints that a checkpoint of the given step must have.
+            expected: Returns the fingerprints that a checkpoint with these facts must have.
             source: A checkpoint's folder, to use instead of this store's checkpoints.
 
         Returns:
@@ -165,7 +165,7 @@ class CheckpointStore:
         for path, step in self._candidates(source):
             content, problems = self._verify(path, step)
             if content is not None and not problems:
-                wanted = expected(content.run.step)
+                wanted = expected(content.run)
                 if differences := fingerprint_differences(content.run.fingerprints, wanted):
                     raise mismatch(path, differences)
                 warnings = [f"checkpoint {text}; passed over for an older one" for text in damaged]
@@ -203,6 +203,7 @@ class CheckpointStore:
             return state.collect_targets(model, optimizer, without_state)
 
         target = run_on_all_ranks(ranks, collect, doing)
+        state.match_average(content, target, optimizer)
         described = _described(target, pipeline)
 
         def compare() -> None:

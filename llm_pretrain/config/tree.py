@@ -243,13 +243,16 @@ class ScheduleConfig:
         warmup_steps: Steps of linear warm-up, from the peak / warmup_steps in the first one.
         min_learning_rate: Learning rate at the end of `cosine`, `linear` and `wsd`.
         decay_steps: Length of the decay in steps. Default: all steps after the warm-up (`wsd`: of
-            those, at most the run's last fifth).
+            those, at most the schedule's last fifth).
+        offset_steps: Steps of the schedule before the run's first, and in addition to training.max_steps:
+            the steps of another run, to go on with its schedule (`checkpoint.start_from`).
     """
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: NonNegativeInt = 0
     min_learning_rate: NonNegativeFloat = 0.0
     decay_steps: PositiveInt | None = None
+    offset_steps: NonNegativeInt = 0
 
 
 @dataclass(frozen=True)
@@ -345,6 +348,8 @@ class CheckpointConfig:
         resume: `auto` continues from the newest valid checkpoint in the run's folder; `never` stops if the
             folder has checkpoints; a path names a checkpoint folder to start from (of the run's own only the
             newest).
+        start_from: Checkpoint of another run, or that run's folder for its newest: a new run begins at step 0
+            with its weights, optimizer state and spike history, and with data and batch size of its own.
         weights_dtype: Precision of the exported weights.
     """
 
@@ -353,6 +358,7 @@ class CheckpointConfig:
     keep_best: bool = True
     async_save: bool = False
     resume: str = "auto"
+    start_from: str | None = None
     weights_dtype: Literal["bf16", "fp16"] = "bf16"
 
 
@@ -495,10 +501,12 @@ class Config:
 
     def check_schedule(self) -> Iterator[str]:
         """One line for each contradiction of the schedule with the run's length and learning rate."""
-        schedule, peak, steps = self.schedule, self.optimizer.learning_rate, self.training.max_steps
+        schedule, peak = self.schedule, self.optimizer.learning_rate
+        steps = self.training.max_steps + schedule.offset_steps
+        length = "training.max_steps" + (" + schedule.offset_steps" if schedule.offset_steps else "")
         if schedule.warmup_steps > steps:
             yield (
-                f"schedule.warmup_steps: expected at most training.max_steps = {steps}, "
+                f"schedule.warmup_steps: expected at most {length} = {steps}, "
                 f"found {schedule.warmup_steps}; lower it, or raise training.max_steps"
             )
         if schedule.min_learning_rate > peak:
@@ -509,7 +517,7 @@ class Config:
         rest = steps - schedule.warmup_steps
         if schedule.name == "wsd" and schedule.decay_steps is not None and schedule.decay_steps > rest >= 0:
             yield (
-                "schedule.decay_steps: expected at most training.max_steps - schedule.warmup_steps = "
+                f"schedule.decay_steps: expected at most {length} - schedule.warmup_steps = "
                 f"{rest} for the wsd schedule, found {schedule.decay_steps}"
             )
 
@@ -533,20 +541,25 @@ class Config:
             )
 
     def _check_recovery(self) -> Iterator[str]:
-        resume = self.checkpoint.resume
-        if resume not in ("auto", "never") and not os.path.isdir(resume) and not self._has_own_checkpoints():
-            yield f"checkpoint.resume: expected auto, never or a checkpoint's folder, found {resume!r}"
+        resume, start = self.checkpoint.resume, self.checkpoint.start_from
+        sources = {"resume": None if resume in ("auto", "never") else resume, "start_from": start}
+        for name, source in sources.items():
+            if source is not None and not os.path.isdir(source) and not self._has_own_checkpoints(source):
+                kinds = "auto, never or a checkpoint's" if name == "resume" else "a checkpoint's or a run's"
+                yield f"checkpoint.{name}: expected {kinds} folder, found {source!r}"
+        if start is not None and (sources["resume"] or self.model.init_from):
+            yield f"checkpoint.start_from: expected none with model.init_from or resume: PATH, found {start}"
         if self.training.spike_action == "rollback" and self.checkpoint.save_steps == 0:
             yield (
                 "training.spike_action: expected log or skip with checkpoint.save_steps 0, found rollback, "
                 "which goes back to a periodic checkpoint; set checkpoint.save_steps"
             )
 
-    def _has_own_checkpoints(self) -> bool:
+    def _has_own_checkpoints(self, source: str) -> bool:
         """Whether the run has checkpoints; it resumes from them even if another run's folder is gone."""
-        own, resume = self.run.folder / "checkpoints", self.checkpoint.resume
+        own = self.run.folder / "checkpoints"
         try:
-            return bool(resume) and Path(resume).resolve().parent != own.resolve() and any(own.glob("step-*"))
+            return bool(source) and Path(source).resolve().parent != own.resolve() and any(own.glob("step-*"))
         except (OSError, ValueError):
             return False
 

@@ -53,6 +53,7 @@ class ModelCardData:
         evaluation: Metrics `eval/…` of the last evaluation; empty if there was none.
         evaluation_step: Step of that evaluation.
         is_best: Whether these weights have the lowest evaluation loss so far.
+        started_from: Name of the run with whose state training started; None without one.
     """
 
     config: Config
@@ -67,6 +68,7 @@ class ModelCardData:
     evaluation: Mapping[str, float] = field(default_factory=dict)
     evaluation_step: int | None = None
     is_best: bool = False
+    started_from: str | None = None
 
 
 def model_card(data: ModelCardData) -> str:
@@ -79,7 +81,7 @@ def model_card(data: ModelCardData) -> str:
         _data(data),
         _training(data),
         _evaluation(data),
-        _limits(data.config.model.init_from),
+        _limits(data.started_from or data.config.model.init_from),
         f"## Settings\n\n```yaml\n{dump_yaml(_settings(data.config)).strip()}\n```",
     ]
     return "\n\n".join(parts) + "\n"
@@ -186,10 +188,10 @@ def _evaluation(data: ModelCardData) -> str:
     return f"## Evaluation\n\n{where}; loss in nats per token.\n\n{markdown_table(('Metric', 'Value'), rows)}"
 
 
-def _limits(init_from: str | None) -> str:
+def _limits(started_from: str | None) -> str:
     origin = "It was trained on the data above and nothing else, and"
-    if init_from is not None:
-        name = PurePosixPath(_portable(init_from)).name or init_from
+    if started_from is not None:
+        name = PurePosixPath(_portable(started_from)).name or started_from
         origin = f"It started from the weights `{name}`, was trained on the data above, and"
     return (
         f"## Limits\n\nA base model continues text. {origin} nobody has checked what it says; it can be "
@@ -198,9 +200,9 @@ def _limits(init_from: str | None) -> str:
 
 
 def _settings(config: Config) -> Config:
-    """The configuration without the run's folder and without the checkpoint that an attempt resumed from."""
+    """The configuration without the run's folder and the checkpoint from which an attempt began."""
     run = dataclasses.replace(config.run, output_dir=None)
-    checkpoint = dataclasses.replace(config.checkpoint, resume="auto")
+    checkpoint = dataclasses.replace(config.checkpoint, resume="auto", start_from=None)
     return _portable(dataclasses.replace(config, run=run, checkpoint=checkpoint))
 
 

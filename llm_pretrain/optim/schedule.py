@@ -11,20 +11,22 @@ from llm_pretrain.config.tree import Config
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Learning rate of the step that follows `step` finished ones.
+    """Learning rate of the step that follows `step` finished ones, `offset_steps` later in the schedule.
 
     Linear warm-up to the peak over `warmup_steps`, then the schedule's shape. After the decay the rate stays
     at `min_learning_rate`. `wsd` (warm-up, stable, decay; arXiv:2404.06395, section 4) holds the peak, and
-    decays linearly over the last `decay_steps` steps of the run.
+    decays linearly over the last `decay_steps` steps of the schedule.
     """
     schedule, peak = config.schedule, config.optimizer.learning_rate
+    step += schedule.offset_steps
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     if schedule.name == "constant":
         return peak
     decay_steps = decay_length(config)
     is_last = schedule.name == "wsd"
-    decay_start = config.training.max_steps - decay_steps if is_last else schedule.warmup_steps
+    end = config.training.max_steps + schedule.offset_steps
+    decay_start = end - decay_steps if is_last else schedule.warmup_steps
     progress = min(max((step - decay_start) / decay_steps, 0.0), 1.0)
     if schedule.name == "cosine":
         share = 0.5 * (1 + math.cos(math.pi * progress))
@@ -36,10 +38,10 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def decay_length(config: Config) -> int:
-    """Steps of the decay: as configured, else all after the warm-up (`wsd`: at most the run's last fifth)."""
-    max_steps = config.training.max_steps
-    steps_left = max(1, max_steps - config.schedule.warmup_steps)
-    default = min(max(1, max_steps // 5), steps_left) if config.schedule.name == "wsd" else steps_left
+    """Steps of the decay: as configured, else all after the warm-up (`wsd`: at most the last fifth)."""
+    steps = config.training.max_steps + config.schedule.offset_steps
+    steps_left = max(1, steps - config.schedule.warmup_steps)
+    default = min(max(1, steps // 5), steps_left) if config.schedule.name == "wsd" else steps_left
     return config.schedule.decay_steps or default
 
 

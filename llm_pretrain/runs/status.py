@@ -15,7 +15,10 @@ from llm_pretrain.config.schema import matches_type
 from llm_pretrain.errors import (
     EXIT_PREEMPTED,
     CheckpointError,
+    ConfigError,
+    DataError,
     DivergedError,
+    MismatchError,
     OutputError,
     PretrainError,
     ResourceError,
@@ -67,7 +70,7 @@ class Status:
     ):
         self.path, self.rank, self._check = path, rank, check
         self._launch = {"launcher": launcher, "world_size": world_size, "pid": os.getpid()}
-        before = read_status(path)
+        self._before = before = read_status(path)
         self.unfinished = before.get("state") == "running"
         """Whether the previous attempt ended without recording how, for example because it was killed."""
         self._progress: dict[str, object] = {
@@ -133,6 +136,7 @@ class Status:
 
         Rank 0 records an error that all ranks raise; a rank records a `PretrainError` that it alone raises.
         A lost or hanging peer (StuckError) and a bug are recorded only if no rank has recorded a failure yet.
+        A finished run that refuses to start again, for its settings or data, stays finished.
         """
         if isinstance(error, PretrainError) and not isinstance(error, StuckError):
             if error.shared and self.rank != 0:
@@ -141,7 +145,12 @@ class Status:
             return
         state = "diverged" if isinstance(error, DivergedError) else "failed"
         lines = error.lines() if isinstance(error, PretrainError) else str(error).splitlines()
+        before = self._before.get("state"), self._before.get("step")
+        is_refusal = isinstance(error, ConfigError | DataError | MismatchError)
         with suppress(OutputError):  # another run's folder: its status is not ours
+            if is_refusal and before == ("finished", self._progress["step"]):
+                self._check()
+                return replace_text(self.path, json.dumps(self._before, indent=1) + "\n")
             self._replace(state, exit_code_of(error), printable(next(iter(lines), type(error).__name__)))
 
     def _write_running(self) -> None:

@@ -27,7 +27,7 @@ from llm_pretrain.training.engine import Engine
 MAY_DIFFER = {"data.num_workers", "distributed.cpu_threads", "run.output_dir"}
 """Settings that may differ between ranks, because they change no result: numbers of workers and threads, and
 the path of the run's folder. A marker in the folder, checked before every write, identifies the run."""
-PATHS = {"model.init_from", "checkpoint.resume"}
+PATHS = {"model.init_from", "checkpoint.resume", "checkpoint.start_from"}
 """Settings that are paths. A path may differ between machines, so only whether it is set is compared here;
 `check_parameters` compares what the run reads from it."""
 

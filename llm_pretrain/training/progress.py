@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from llm_pretrain.checkpoints.manifest import RunFacts
+from llm_pretrain.checkpoints.manifest import RunFacts, StartPoint
 from llm_pretrain.config.schema import Count, NonNegativeInt, read
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.training.engine import DIGEST_WORDS
@@ -121,6 +121,7 @@ class Progress:
         evaluation: Metrics `eval/…` of the last evaluation, for the model card.
         evaluation_step: Step of that evaluation; None before the first one.
         spikes: The detector, with the history that later steps are compared with.
+        started_from: The other run's checkpoint that the run began with; None without one.
     """
 
     step: int = 0
@@ -133,6 +134,7 @@ class Progress:
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluation_step: int | None = None
     spikes: SpikeDetector = field(default_factory=SpikeDetector)
+    started_from: StartPoint | None = None
 
     def advance(self, num_loss_tokens: int) -> None:
         """Count one finished step."""
@@ -172,7 +174,7 @@ class Progress:
         Raises:
             CheckpointError: names the first value in `extra` that no run saves.
         """
-        values = run.extra | {name: getattr(run, name) for name in _RUN_FACTS}
+        values = {"started_from": None} | run.extra | {name: getattr(run, name) for name in _RUN_FACTS}
         file, advice = f"{path}: manifest.json", "; move it out of the folder"
         progress = read(cls, values, file, CheckpointError, "run.extra", advice)
         if (words := len(progress.digest)) != DIGEST_WORDS:

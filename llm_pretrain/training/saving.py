@@ -15,8 +15,8 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from llm_pretrain.checkpoints.folders import folder_name, newest_step
-from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts, model_fingerprint
+from llm_pretrain.checkpoints.folders import MINIMUM_KEPT, folder_name, newest_step
+from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts, StartPoint, model_fingerprint
 from llm_pretrain.checkpoints.state import HostBuffers
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.checkpoints.weights import HeldWeights, best_step, model_weights, save_weights, weights_in
@@ -90,7 +90,7 @@ class CheckpointManager:
     def find(self) -> ResumePoint | None:
         """The checkpoint to continue from by `checkpoint.resume`; None to start from scratch.
 
-        If `checkpoint.resume` is a path, a new run starts from it. Once the run has checkpoints of its own,
+        If that or `checkpoint.start_from` is a path, a new run begins with it. Once the run has checkpoints,
         it continues from these, so that the same command can be repeated after a preemption. A path to one of
         the run's own checkpoints must name the newest: otherwise the next start would continue from a later
         one, and lose what this start trained.
@@ -120,8 +120,11 @@ class CheckpointManager:
                     f"run's, found {source.name}; to go back, move the later ones out of "
                     f"{self.folder.checkpoints} first"
                 )
-        found = self.store.find(expected=self.fingerprints_at, source=source)
-        if found and source is None and found.run.run_id != self.folder.run_id:
+        if (start_from := self.config.checkpoint.start_from) and not own_steps:
+            found = self._find_start(Path(start_from))
+        else:
+            found = self.store.find(expected=self.fingerprints_at, source=source)
+        if found and source is None and not found.start and found.run.run_id != self.folder.run_id:
             raise CheckpointError(
                 f"{found.path}: expected a checkpoint of this folder's run, found another run's; move it out "
                 "of the folder, or name it in checkpoint.resume to continue from it"
@@ -138,15 +141,28 @@ class CheckpointManager:
             )
         return found
 
-    def fingerprints_at(self, step: int) -> dict[str, str]:
-        """Fingerprints that must match for a resume at `step`."""
-        return self._fingerprints | weight_changes_fingerprint(self.config, step)
+    def _find_start(self, source: Path) -> ResumePoint:
+        """The newest sound checkpoint of the run `source`, or the checkpoint `source`, to start from."""
+        compared = ("model.", "tokenizer", "optimizer.name")
+        own = {key: text for key, text in self._fingerprints.items() if key.startswith(compared)}
+        others = CheckpointStore(source / "checkpoints", self.engine, keep_last=MINIMUM_KEPT)
+        found = others.find(
+            expected=lambda run: run.fingerprints | own, source=None if others.committed() else source
+        )
+        assert found is not None
+        return replace(found, start=run_on_rank0(self.engine, lambda: StartPoint.of(found.path)))
+
+    def fingerprints_at(self, run: RunFacts | Progress) -> dict[str, str]:
+        """Fingerprints that must match for a resume at the step of `run`."""
+        return self._fingerprints | weight_changes_fingerprint(self.config, run.step)
 
     def progress(self, resume: ResumePoint | None) -> Progress:
         """The run's progress at a checkpoint, or at the start of the run; collective."""
         if resume is None:
             return Progress()
         progress = Progress.resumed(resume.run, resume.path)
+        if resume.start is not None:
+            return Progress(spikes=progress.spikes, started_from=resume.start)
         if not run_on_rank0(self.engine, lambda: best_step(self.folder.weights) is not None):
             progress.best = None  # weights/best is another run's or deleted: the next evaluation writes it
         return progress
@@ -341,7 +357,7 @@ class CheckpointManager:
             global_batch_size=self.config.training.global_batch_size,
             seed=self.config.run.seed,
             wandb_id=progress.wandb_id,
-            fingerprints=self.fingerprints_at(progress.step),
+            fingerprints=self.fingerprints_at(progress),
             extra=progress.extra(),
             run_id=self.folder.run_id,
         )
@@ -465,6 +481,7 @@ def card_facts(
 ) -> ModelCardData:
     """The facts of a model card for this step's weights."""
     splits, samples = [store.split("train") for store in stores], samples_by_source(config, progress.step)
+    start = progress.started_from
     versions = environment(engine.device)
     return ModelCardData(
         config=config,
@@ -482,6 +499,7 @@ def card_facts(
         evaluation=progress.evaluation,
         evaluation_step=progress.evaluation_step,
         is_best=is_best,
+        started_from=Path(start.path).parent.parent.name if start else None,
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llm_pretrain.checkpoints.manifest import ResumePoint, newest_run_id
-from llm_pretrain.config.loading import resolve_model, to_dict
+from llm_pretrain.config.loading import from_dict, resolve_model, to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.data.assembly import Batch
@@ -95,12 +95,12 @@ class Trainer:
                 f"training.max_steps: expected at least {self.progress.step}, the step of the run's "
                 f"checkpoint, found {config.training.max_steps}; raise it or choose another run.name"
             )
-        if resume is None and self.status.checkpoint:  # deleted, or its disk is not mounted
+        found = resume.path if resume and not resume.start else None
+        if found is None and self.status.checkpoint:  # deleted, or its disk is not mounted
             self.checkpoints.notes.append(
                 f"starting from scratch: {self.status.checkpoint}, named in status.json, is not in "
                 f"{self.folder.checkpoints}"
             )
-        found = resume.path if resume else None
         run_on_all_ranks(engine, lambda: self.status.resumed(self.progress.step, found))
         self.checkpoints.notes += run_on_all_ranks(
             engine, lambda: check_memory(config, engine.world_size, engine.device)
@@ -127,9 +127,9 @@ class Trainer:
         if self._stop_requested():  # nothing to save yet, and restoring may take longer than the grace period
             return self._preempted(partial(print_on_rank0, engine))
         if resume is not None:
-            heartbeat(f"restoring step {resume.step}", files=True)
+            heartbeat(f"restoring step {resume.run.step}", files=True)
             self.checkpoints.restore(resume)
-            check_parameters(engine, model, f"after restoring step {resume.step}")
+            check_parameters(engine, model, f"after restoring step {resume.run.step}")
         heartbeat("getting ready to train", files=True)
         is_collective = forward_is_collective(config, engine.world_size)
         self.evaluator = self._build_evaluator(is_collective=is_collective)
@@ -344,9 +344,10 @@ class Trainer:
             for warning in resume.warnings:
                 console.warning(warning)
             before, run = resume.path.resolve().parent.parent / self.folder.config.name, resume.run
-            for change in run_on_rank0(engine, lambda: config_diff(before, config)):
-                console.warning(f"changed since the attempt before: {change}")
-            console.info(f"resumed from {resume.path} (written by {run.launcher} x {run.world_size})")
+            how, since = ("started", "the run before") if resume.start else ("resumed", "the attempt before")
+            for change in run_on_rank0(engine, lambda: config_diff(before, config, run.step, resume.step)):
+                console.warning(f"changed since {since}: {change}")
+            console.info(f"{how} from {resume.path} (written by {run.launcher} x {run.world_size})")
             if resume.step == training.max_steps:
                 console.info(f"nothing left to do: training.max_steps is {training.max_steps}")
         step, kernels = self.progress.step, self.kernels
@@ -449,9 +450,10 @@ NOT_REPORTED = {"run.name", "run.output_dir", "checkpoint.resume"}
 """Settings that do not change the training."""
 
 
-def config_diff(path: Path, config: Config) -> list[str]:
+def config_diff(path: Path, config: Config, step_before: int = 0, step: int = 0) -> list[str]:
     """`section.field: old -> new` for each setting that differs from an earlier attempt's file at `path`.
 
+    Then, if it differs, the learning rate after `step_before` steps by the file, and after `step` steps now.
     The list is empty if the file cannot be read.
     """
     try:
@@ -467,6 +469,10 @@ def config_diff(path: Path, config: Config) -> list[str]:
             setting = f"{section}.{name}"
             if name in old and old[name] != value and setting not in NOT_REPORTED:
                 lines.append(f"{setting}: {_yaml_value(old[name])} -> {_yaml_value(value)}")
+    with suppress(ConfigError):  # the file is another version's
+        old_rate, rate = learning_rate(from_dict(before), step_before), learning_rate(config, step)
+        if rate != old_rate:
+            lines.append(f"learning rate of the next step: {old_rate:.4g} -> {rate:.4g}")
     return lines
 
 

@@ -84,6 +84,13 @@ YARN, FOURFOLD = {"model__rope_type": "yarn"}, {"model__rope_factor": 4.0}
         ("training.sequence_length", {"training__sequence_length": 40000}),
         ("training.micro_batch_size", {"training__micro_batch_size": 0}),
         ("checkpoint.resume", {"checkpoint__resume": "no/such/folder"}),
+        ("checkpoint.start_from", {"checkpoint__start_from": "no/such/folder"}),
+        ("checkpoint.start_from", {"checkpoint__start_from": "/", "checkpoint__resume": "/"}),
+        ("checkpoint.start_from", {"checkpoint__start_from": "/", "model__init_from": "x"}),
+        (
+            "schedule.decay_steps",
+            {"schedule__name": "wsd", "schedule__decay_steps": 1006, "schedule__offset_steps": 5},
+        ),
         ("evaluation.max_batches", {"evaluation__max_batches": 0}),
         ("logging.logging_steps", {"logging__logging_steps": 0}),
         ("distributed.cpu_threads", {"distributed__cpu_threads": 0}),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.forked_replay import content_of, copy_of, launch_until, run_replay
-from support.launching import ROOT, launch
+from support.launching import ROOT, assert_same_tensors, checkpoint_tensors, launch
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.files import read_json
@@ -75,6 +75,29 @@ def test_a_run_on_a_mesh_is_replayed_bit_for_bit(launcher: str, mesh: str, plain
         largest = result["segments"][0]["largest_differences"]
         assert largest["train/loss"] < 1e-5
         assert max(largest.values()) > 0  # the bound was needed; losses alone may be the same bits
+
+
+@pytest.mark.parametrize("mesh", ["ddp", "fsdp"])
+def test_a_run_that_started_from_another_one(
+    mesh: str, plain_store: Path, changed_store: Path, tmp_path: Path
+):
+    """From a state on another mesh, by both launchers; then replayed, as long as the source is the same."""
+    other = MESHES["ddp" if mesh == "fsdp" else "fsdp"]
+    source = launch("torchrun", 2, tmp_path / "source", options(plain_store, *other)).folder
+    own = ("--training.global_batch_size", "4", "--checkpoint.start_from", str(source), *MESHES[mesh])
+    runs = [
+        launch(each, 2, tmp_path / each, options(changed_store, *own)) for each in ("torchrun", "accelerate")
+    ]
+    assert all("started from" in each.output and each.exit_code == 0 for each in runs)
+    assert runs[0].exact_rows() == runs[1].exact_rows()
+    assert_same_tensors(*(checkpoint_tensors(each.folder, 8) for each in runs))
+    code, result = run_replay(runs[0].folder, tmp_path / "out")
+    assert (code, verdicts(result)) == (0, ["identical"] * 2)
+    with (source / "checkpoints" / "step-00000008" / "manifest.json").open("a") as manifest:
+        manifest.write("\n")
+    code, result = run_replay(runs[0].folder, tmp_path / "again")
+    assert (code, verdicts(result)) == (1, ["not replayed", "identical"])
+    assert "expected the manifest that the run started from" in result["segments"][0]["note"]
 
 
 def test_attempts_that_were_launched_otherwise(plain_store: Path, tmp_path: Path):

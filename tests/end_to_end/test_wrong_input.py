@@ -25,6 +25,7 @@ from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import OutputError
 from llm_pretrain.files import MARKER
 from llm_pretrain.runs.folder import RunFolder
+from llm_pretrain.runs.status import read_status
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 
@@ -58,10 +59,14 @@ class Refusal:
         return self._message(f"llm-pretrain {arguments[0]}: error: ", named)
 
     def of_run(self, arguments: list[str], folder: Path, exit_code: int, *named: str) -> None:
-        """As `of_training`; status.json says the same, and nothing else in the folder changes."""
-        before, reached = contents(folder), progress(folder)
+        """As `of_training`; status.json says the same, but stays if a finished run refuses settings or data.
+        Nothing else in the folder changes."""
+        before, reached, was = contents(folder), progress(folder), read_status(folder / "status.json")
         message = self.of_training(arguments, exit_code, *named)
         status = json.loads((folder / "status.json").read_text())
+        if was.get("state") == "finished" and exit_code in (2, 65, 78):
+            assert status == was
+            status |= {"state": "failed", "exit_code": exit_code, "reason": message}
         assert (status["state"], status["exit_code"], status["reason"]) == ("failed", exit_code, message)
         assert (status["launcher"], status["world_size"], status["pid"]) == ("torchrun", 1, os.getpid())
         assert progress(folder) == reached

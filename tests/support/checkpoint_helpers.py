@@ -101,7 +101,7 @@ class Run:
     def restore(
         self, source: Path | None = None, expected: dict[str, str] = FINGERPRINTS
     ) -> ResumePoint | None:
-        found = self.store.find(expected=lambda step: expected, source=source)
+        found = self.store.find(expected=lambda run: expected, source=source)
         if found is not None:
             self.store.load(found, self.model, self.optimizer, self.scaler)
             self.step = found.step

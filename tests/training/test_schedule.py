@@ -17,7 +17,9 @@ from llm_pretrain.optim.schedule import learning_rate
 NAMES = get_args(get_type_hints(ScheduleConfig)["name"])
 
 
-def config(name: str, *, warmup: int = 10, decay: int | None = None, steps: int = 100) -> Config:
+def config(
+    name: str, *, warmup: int = 10, decay: int | None = None, steps: int = 100, offset: int = 0
+) -> Config:
     return Config(
         optimizer=OptimizerConfig(learning_rate=1.0),
         schedule=ScheduleConfig(
@@ -25,6 +27,7 @@ def config(name: str, *, warmup: int = 10, decay: int | None = None, steps: int 
             warmup_steps=warmup,
             min_learning_rate=0.1,
             decay_steps=decay,
+            offset_steps=offset,
         ),
         training=TrainingConfig(max_steps=steps),
     )
@@ -49,6 +52,15 @@ def test_shapes_after_the_warm_up(name: str, third: float, end: float):
 def test_decay_steps_end_the_decay_early():
     assert learning_rate(config("linear", decay=20), 20) == pytest.approx(0.55)
     assert learning_rate(config("linear", decay=20), 70) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("decay", [None, 30])
+@pytest.mark.parametrize("offset", [5, 60])
+def test_an_offset_goes_on_with_another_runs_schedule(name: str, decay: int | None, offset: int):
+    whole, later = config(name, decay=decay), config(name, decay=decay, steps=100 - offset, offset=offset)
+    rates = [learning_rate(whole, step) for step in range(offset, 110)]
+    assert [learning_rate(later, step) for step in range(110 - offset)] == rates
 
 
 def test_wsd_holds_the_peak_until_the_last_steps():
