@@ -34,8 +34,8 @@ _TEMPORARY = re.compile(r"\.(.+)\.tmp-[a-z0-9_]{8}")
 _HEAD_BYTES = 1 << 12
 """A file's mark is within this many bytes from its start."""
 _PATHS = re.compile(
-    r"(^|\.)(output|output_dir|input|store|tokenizer|source|resume|runs?|paths|folder|ladder"
-    r"|(accelerate_)?config|from_pretrained|prompt_file)$"
+    r"(^|\.)(output|output_dir|input|validation_input|exclude|store|tokenizer|source|resume|start_from"
+    r"|init_from|runs?|paths|folder|ladder|(accelerate_)?config|from_pretrained|prompt_file)$"
 )
 """Names of settings and options that are paths."""
 
