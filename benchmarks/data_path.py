@@ -65,7 +65,8 @@ def short_documents(folder: Path, tokenizer_folder: Path) -> TokenStore:
     lengths = np.maximum(2, generator.lognormal(np.log(250), 0.8, 12_000)).astype(np.int64)
     with StoreWriter(folder, open_tokenizer(tokenizer_folder)) as writer:
         ids = generator.integers(4, 1000, lengths.sum())
-        writer.splits["train"].append(ids, lengths, generator.random(len(ids)) < 2 / 3, len(ids))
+        mask = generator.random(len(ids)) < 2 / 3
+        writer.splits["train"].append(ids, lengths, mask, len(ids), np.arange(len(lengths)))
         writer.commit({"zlib_bits_per_byte": None})
     return TokenStore(folder)
 

@@ -68,6 +68,7 @@ def make_store(folder: Path, documents: Documents, vocab_size: int) -> TokenStor
         for name, (rows, tokens) in zip(("train", "validation"), halves, strict=True):
             ids = documents.ids[tokens]
             mask = np.ones(len(ids), dtype=np.bool_)
-            writer.splits[name].append(ids, documents.lengths[rows], mask, text_bytes=3 * len(ids))
+            lengths, hashes = documents.lengths[rows], np.arange(len(documents.lengths))[rows]
+            writer.splits[name].append(ids, lengths, mask, 3 * len(ids), hashes)
         writer.commit({"zlib_bits_per_byte": None})
     return TokenStore(folder)

@@ -25,8 +25,10 @@ def write_large_store(folder: Path, tokenizer_folder: Path, tokens: int) -> int:
             if not len(lengths):
                 break
             size = int(lengths.sum())
-            train.append(ids[:size], lengths, np.ones(size, dtype=np.bool_), size)
-        writer.splits["validation"].append(ids[:500], np.array([500]), np.ones(500, dtype=np.bool_), 500)
+            mask = np.ones(size, dtype=np.bool_)
+            train.append(ids[:size], lengths, mask, size, train.documents + np.arange(len(lengths)))
+        mask, apart = np.ones(500, dtype=np.bool_), np.array([train.documents])
+        writer.splits["validation"].append(ids[:500], np.array([500]), mask, 500, apart)
         documents = train.documents
         writer.commit({"zlib_bits_per_byte": None})
     return documents

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 from tqdm import tqdm
 
 from llm_pretrain.commands.inspect import print_text_facts
 from llm_pretrain.commands.options import add_parameters, chosen
-from llm_pretrain.data.inputs import saved_splits
 from llm_pretrain.data.preparation import Preparation, input_bytes, prepare_store
 from llm_pretrain.errors import printable
 
 EXAMPLES = """an input is one of:
-  .jsonl .ndjson .json             a record per line, or an array of records
+  .jsonl .ndjson .jl .json         a record per line, or an array of records
   .parquet .arrow .feather .csv .tsv  a record per row
   any other file (.txt, .md, .py)  one document
   each of them as .gz, .zst, .bz2 or .xz too (not .parquet and .arrow)
@@ -57,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prepare the store, with a progress bar on a terminal, and print its counts."""
     started = time.perf_counter()
     with tqdm(
-        total=input_bytes(arguments.input, arguments.split),
+        total=input_bytes([*arguments.input, *(arguments.validation_input or ())], arguments.split),
         unit="B",
         unit_scale=True,
         disable=None,
@@ -65,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     ) as bar:
         options = chosen(arguments, Preparation)
         options["notice"] = lambda text: bar.write(f"notice     {printable(text)}")
-        store = prepare_store(Preparation(**options, progress=bar.update))
+        preparation = Preparation(**options, progress=bar.update)
+        store = prepare_store(preparation)
     print(f"store      {printable(arguments.output)} in {time.perf_counter() - started:.1f} s")
     for name in ("train", "validation"):
         split = store.facts["splits"][name]
@@ -73,12 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{name:<10} {split['documents']:,} documents, {split['tokens']:,} tokens, "
             f"{split['targets']:,} trained on, {split['text_bytes']:,} bytes"
         )
-    for entry in arguments.input:
-        if splits := saved_splits(Path(entry)):
-            names = f"{', '.join(splits)} in {entry}"
-            print(f"split      {printable(arguments.split or 'train')} of {printable(names)}; see --split")
-    if len(arguments.input) > 1:
-        for name, documents in zip(arguments.input, store.facts["input_documents"], strict=True):
+    if len(preparation.inputs) > 1:
+        for name, documents in zip(preparation.inputs, store.facts["input_documents"], strict=True):
             print(f"input      {documents:,} documents from {printable(name)}")
     print_text_facts(store.facts | {"zlib_bits_per_byte": store.zlib_bits_per_byte})
     if arguments.validation_fraction > 0 and not store.facts["splits"]["validation"]["documents"]:

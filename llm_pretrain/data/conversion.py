@@ -244,7 +244,8 @@ def _convert(inputs: Sequence[str], output: Path, reader: _Reader, fraction: flo
                 parts = {name: batch} if threshold is None else batch.divided(threshold)
                 for split, part in parts.items():
                     mask = np.ones(len(part.ids), dtype=np.bool_)
-                    store.splits[split].append(part.ids, part.lengths, mask, int(piece_bytes[part.ids].sum()))
+                    text_bytes = int(piece_bytes[part.ids].sum())
+                    store.splits[split].append(part.ids, part.lengths, mask, text_bytes, part.hashes())
                     if split == "validation" and not packed.is_full:
                         packed.add(b"".join(pieces[token] for token in part.ids.tolist()))
                     report.documents[split] += len(part.lengths)

@@ -17,6 +17,7 @@ CHANGED = "file changed while it was read"
 REPEATED = "file named twice"
 TOO_LARGE = "record too large"
 NUL = "NUL byte"
+EXCLUDED = "validation document of another store"
 NO_TARGET = "no loss token"
 
 RECORD_BYTES = 1 << 27

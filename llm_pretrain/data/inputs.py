@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,28 +120,42 @@ STDLIB_CHAT = "stdlib-chat"
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
+LINES_SUFFIXES = (".jsonl", ".ndjson", ".jl", ".jsonlines")
 
-TRAIN_SPLIT = "train"
-"""The split to read from a saved `DatasetDict` or a hub data set, unless the user asks for another."""
+TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
+"""The split to read from a data set unless the user asks for another, and its validation split."""
+
+_SPLITS = {name: name for name in (TRAIN_SPLIT, VALIDATION_SPLIT, "test")}
+_SPLITS |= dict.fromkeys(("valid", "val", "dev"), VALIDATION_SPLIT)
+_SPLIT_FILE = re.compile(
+    rf"(.+[-_.])?(?P<split>{'|'.join(_SPLITS)})([-_.]\d+(-of-\d+(-[0-9a-f]{{16}})?)?)?(\.[a-z]+)?"
+    rf"({'|'.join(map(re.escape, COMPRESSIONS))})?"
+)
+_DATA_SUFFIXES = {"", ".txt", ".json", ".csv", ".tsv", *LINES_SUFFIXES, *TABLE_SUFFIXES}
 
 _STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _ARCHIVES = {".zip", ".tar", ".tgz", ".7z", ".rar"}
 _DATASETS_NOTES = {"dataset_info.json", "state.json", "dataset_dict.json"}
-"""Metadata that `save_to_disk` of the `datasets` library writes beside its .arrow files."""
+"""Metadata that the `datasets` library writes beside its .arrow files."""
+_CARD = "README.md"
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://.*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A file or a hub data set: `name` for messages, `path` (None for the hub), `entry` (index of its input).
 
-    With `conversations`, the file is Python source and its docstrings are the records. `status` is the `stat`
-    of the file when it was found. A source with a `fault` (cause, detail) is read as one bad record.
+    With `conversations`, the file is Python source and its docstrings are the records. `split` is the one of
+    its data set, if that has several; a `validation` source is not trained on. `status` is the `stat` of the
+    file when it was found. A source with a `fault` (cause, detail) is read as one bad record.
     """
 
     name: str
     path: Path | None
     entry: int
     conversations: bool = False
+    split: str | None = None
+    validation: bool = False
     status: os.stat_result | None = None
     fault: tuple[str, str] | None = None
 
@@ -186,47 +200,51 @@ class Source:
         )
 
 
-def find_sources(inputs: Sequence[str], split: str | None = None) -> list[Source]:
+def find_sources(
+    inputs: Sequence[str],
+    split: str | None = None,
+    validation_inputs: Sequence[str] = (),
+    notice: Callable[[str], object] = lambda text: None,
+) -> list[Source]:
     """Finds every file and hub data set of `inputs`; files of a folder or pattern are sorted by path.
 
-    A data set saved in splits, or a hub data set that names no split, gives only `split` (`train` if None).
-    Repeated files, under any name, and paths that are not regular files get a `fault`. Raises DataError for a
-    path that does not exist, a folder or pattern without files, an archive, and a `split` that no input has.
+    A folder with a data set in splits, or a hub data set that names no split, gives only `split` (None:
+    `train`, and the folder's validation split); `notice` gets what is left out. Validation sources, among
+    them `validation_inputs`, come first; their files are no others. Repeated files, under any name, and paths
+    that are not regular files get a `fault`. Raises DataError for a path that does not exist, a folder or
+    pattern without files, an archive, and a `split` that no input has.
     """
     sources = []
-    for index, entry in enumerate(inputs):
+    for index, entry in enumerate([*inputs, *validation_inputs]):
+        is_validation = index >= len(inputs)
+        wanted = VALIDATION_SPLIT if is_validation else split
         if entry.startswith(HUB_PREFIX):
             parse_hub_name(entry)
-            part = f":{split}" if split and ":" not in entry.removeprefix(HUB_PREFIX) else ""
-            sources.append(Source(entry + part, None, index))
+            part = f":{wanted}" if wanted and ":" not in entry.removeprefix(HUB_PREFIX) else ""
+            sources.append(Source(entry + part, None, index, validation=is_validation))
             continue
         try:
-            found = _files_of(entry, split or TRAIN_SPLIT)
+            found = _files_of(entry, wanted, notice)
         except OSError as error:
             raise DataError(f"{entry}: expected readable files, found: {reason_of(error)}") from error
-        sources += [_source(name, path, index, chat=entry == STDLIB_CHAT) for name, path in found]
+        for name, path, of in found:
+            own = is_validation or (split in (None, TRAIN_SPLIT) and of == VALIDATION_SPLIT)
+            source = Source(name, path, index, entry == STDLIB_CHAT, split=of, validation=own)
+            sources.append(_with_status(source, path))
     for source in sources:
         if source.path is not None and source.format() in _ARCHIVES:
             raise DataError(
                 f"{source.name}: expected a file of documents, found a {source.format()} archive; unpack it"
             )
-    if split and not any(_is_of_split(source, split) for source in sources):
+    if split and not any(source.split or source.name.endswith(f":{split}") for source in sources):
         raise DataError(
-            f"--split: expected an input with a split {split} (a folder that `datasets` saved, or "
+            f"--split: expected an input with a split {split} (a folder with a data set in splits, or "
             f"{HUB_PREFIX}…), found none in {', '.join(inputs)}"
         )
-    return list(_without_repetition(sources))
+    return list(_without_repetition(sorted(sources, key=lambda source: not source.validation)))
 
 
-def _is_of_split(source: Source, split: str) -> bool:
-    if source.path is None:
-        return parse_hub_name(source.name).split == split
-    folder = source.path.parent
-    return folder.name == split and split in saved_splits(folder.parent)
-
-
-def _source(name: str, path: Path, entry: int, *, chat: bool) -> Source:
-    source = Source(name, path, entry, conversations=chat)
+def _with_status(source: Source, path: Path) -> Source:
     try:
         status = path.stat()
     except OSError as error:
@@ -237,55 +255,98 @@ def _source(name: str, path: Path, entry: int, *, chat: bool) -> Source:
 
 
 def _without_repetition(sources: Iterable[Source]) -> Iterable[Source]:
-    """Sets the `fault` of each source that is the same file as an earlier source, also through a link."""
-    names: dict[tuple[object, ...], str] = {}
+    """Sets the `fault` of each source that is the same file as an earlier source, also through a link.
+
+    The file of a validation source is left out of the others.
+    """
+    earlier: dict[tuple[object, ...], Source] = {}
     for source in sources:
         status = source.status
         key = (source.conversations, *((status.st_ino, status.st_dev) if status else (source.name,)))
-        first = names.get(key)
-        names.setdefault(key, source.name)
-        if first is not None:
+        first = earlier.setdefault(key, source)
+        if first is not source and first.validation:
+            continue
+        if first is not source:
             advice = "to weigh it more, prepare it apart and give data.sources a weight"
-            fault = (REPEATED, f"expected each file once, found it as {first} before; {advice}")
+            fault = (REPEATED, f"expected each file once, found it as {first.name} before; {advice}")
             yield replace(source, fault=source.fault or fault)
         else:
             yield source
 
 
-def _files_of(entry: str, split: str) -> list[tuple[str, Path]]:
+def _files_of(
+    entry: str, split: str | None, notice: Callable[[str], object]
+) -> list[tuple[str, Path, str | None]]:
+    """The files of an input: name, path, and split of the data set in splits that it is from."""
     path = Path(entry)
     if entry in (STDLIB, STDLIB_CHAT):
-        return _stdlib_files()
+        return [(name, file, None) for name, file in _stdlib_files()]
+    if address := _ADDRESS.fullmatch(entry):
+        raise DataError(
+            f"{entry}: expected a path, found an address ({address[1]}://); copy its files into a folder and "
+            f"give that; a data set of the Hugging Face hub is written {HUB_PREFIX}OWNER/NAME"
+        )
     if path.is_dir():
-        found = _visible_files(path, split)
+        found = _visible_files(path, split, notice)
         if not found:
             raise DataError(f"{entry}: expected a folder with .jsonl or other files, found none in it")
-        return [(str(file), file) for file in found]
+        return [(str(file), file, of) for file, of in found]
     if path.is_file():
-        return [(entry, path)]
+        return [(entry, path, None)]
     if path.exists():
         raise DataError(
             f"{entry}: expected a file or a folder, found a pipe or device; write it to a file first"
         )
     if glob.has_magic(entry):
         matches = [Path(match) for match in sorted(glob.glob(entry, recursive=True))]
-        files = [file for file in matches if not file.is_dir()]
+        files = [(file, None) for file in matches if not file.is_dir()]
         folders = [folder for folder in matches if folder.is_dir() and "**" not in entry]
-        files += [file for folder in folders for file in _visible_files(folder, split)]
+        files += [file for folder in folders for file in _visible_files(folder, split, notice)]
         if not files:
             raise DataError(f"{entry}: expected a pattern that files match, found none that does")
-        return [(str(file), file) for file in sorted(files)]
+        return [(str(file), file, of) for file, of in sorted(files, key=lambda file: file[0])]
     hint = ""
     if entry.count("/") == 1 and not path.suffix and not entry.startswith((".", "/")):
         hint = f"; a data set of the Hugging Face hub is written {HUB_PREFIX}{entry}"
     raise DataError(f"{entry}: expected a file, a folder or `{STDLIB}`, found no such path{hint}")
 
 
-def saved_splits(folder: Path) -> list[str]:
-    """Names of the splits if `folder` is a `DatasetDict` that `save_to_disk` wrote; else an empty list."""
-    if not (folder / "dataset_dict.json").is_file():
-        return []
-    return sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
+def split_of(path: Path, *, is_folder: bool) -> str | None:
+    """The split that an entry of a data set's folder is named after, or None.
+
+    It is `train` for `train.jsonl.gz`, `wiki-train-00000-of-00002.arrow`, and for `train/` with data in it,
+    and `validation` for `val.csv`. Source code, such as `train.py`, is in no split.
+    """
+    if is_folder:
+        files = path.rglob("*") if path.name in _SPLITS else ()
+        return _SPLITS[path.name] if any(_is_data(file) and file.is_file() for file in files) else None
+    match = _SPLIT_FILE.fullmatch(path.name)
+    return _SPLITS[match["split"]] if match and _is_data(path) else None
+
+
+def _is_data(path: Path) -> bool:
+    return Source(path.name, path, 0).format() in _DATA_SUFFIXES
+
+
+def _splits_in(folder: Path, folders: list[str], names: list[str], split: str) -> dict[str, str]:
+    """Entry → split for the entries of a data set in splits; empty if `folder` holds none.
+
+    It is a `DatasetDict` that `save_to_disk` wrote, or has `split` and, besides it, another split or nothing.
+    Raises DataError for a `DatasetDict` without `split`.
+    """
+    if "dataset_dict.json" in names:
+        saved = [name for name in folders if (folder / name / "state.json").is_file()]
+        found = {name: _SPLITS.get(name, name) for name in saved}
+        if found and split not in found.values():
+            raise DataError(
+                f"{folder}: expected a split {split}, found {', '.join(sorted(found))}; "
+                "name the folder of one, or choose it with prepare's --split"
+            )
+        return found
+    splits = {name: split_of(folder / name, is_folder=name in folders) for name in (*folders, *names)}
+    found = {name: of for name, of in splits.items() if of}
+    others = set(names) - found.keys() - {_CARD, *_DATASETS_NOTES}
+    return found if split in found.values() and (len({*found.values()}) > 1 or not others) else {}
 
 
 def _saved_files(folder: Path) -> list[Path] | None:
@@ -301,29 +362,50 @@ def _saved_files(folder: Path) -> list[Path] | None:
         return None
 
 
-def _visible_files(folder: Path, split: str) -> list[Path]:
-    """Finds files that are not hidden and folders that cannot be listed; does not follow links to folders.
+def _visible_files(
+    folder: Path, split: str | None, notice: Callable[[str], object]
+) -> list[tuple[Path, str | None]]:
+    """Finds files that are not hidden, each with its split, and folders that cannot be listed.
 
-    A data set saved in splits, at any depth, gives only `split`. Raises DataError if it has no such split.
+    A folder is read once, also through links. A data set in splits, at any depth, gives only `split`, or
+    `train` and its validation split. Raises DataError if a saved one has no such split.
     """
     visible: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=lambda e: visible.append(Path(e.filename))):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        if splits := saved_splits(Path(parent)):
-            if split not in splits:
-                raise DataError(
-                    f"{parent}: expected a split {split}, found {', '.join(splits)}; "
-                    "name the folder of one, or choose it with prepare's --split"
-                )
-            folders[:] = [split]
-        elif "state.json" in names and (saved_files := _saved_files(Path(parent))) is not None:
-            visible.extend(saved_files)
-        else:
-            visible.extend(Path(parent, name) for name in names if not name.startswith("."))
+    left_out: set[Path] = set()
+    unlisted: list[OSError] = []
+    splits: dict[Path, str | None] = {}
+    described: set[Path] = set()
+    main = _SPLITS.get(split or TRAIN_SPLIT, split or TRAIN_SPLIT)
+    wanted = {main, VALIDATION_SPLIT} if main == TRAIN_SPLIT else {main}
+    seen = {*folder.resolve().parents}
+    for parent, folders, entries in os.walk(folder, onerror=unlisted.append, followlinks=True):
+        here = Path(parent)
+        if (real := here.resolve()) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        names = [name for name in entries if not name.startswith(".")]
+        inherited = splits.get(here)
+        if found := {} if inherited else _splits_in(here, folders, names, main):
+            described |= {here, *here.parents}
+            kept = {name for name, of in found.items() if of in wanted}
+            left_out |= {here / name for name in {*names, *found} - kept}
+            folders[:] = [name for name in folders if name in kept or name not in found]
+            names = [name for name in names if name in kept]
+        splits |= {here / name: found.get(name, inherited) for name in (*folders, *names)}
+        saved_files = _saved_files(here) if "state.json" in names else None
+        visible.extend([here / name for name in names] if saved_files is None else saved_files)
     saved = {path.parent for path in visible if path.suffix == ".arrow"}
     saved |= {path.parent for path in visible if path.name == "dataset_dict.json"}
-    documents = [p for p in visible if not (p.name in _DATASETS_NOTES and p.parent in saved)]
-    return sorted(documents, key=lambda path: path.relative_to(folder).as_posix())
+    left_out |= {path for path in visible if path.name == _CARD and path.parent in described}
+    visible += [Path(error.filename) for error in unlisted]
+    read = [p for p in visible if not (p.name in _DATASETS_NOTES and p.parent in saved) and p not in left_out]
+    if names := sorted(p.relative_to(folder).as_posix() for p in left_out if p.name not in _DATASETS_NOTES):
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        of = " and ".join(sorted({name for path in read if (name := splits.get(path))}))
+        notice(f"{folder}: read {of}, left out {', '.join(names[:4])}{more}; see --split")
+    return [(path, splits.get(path)) for path in sorted(read, key=lambda p: p.relative_to(folder).as_posix())]
 
 
 def _stdlib_files() -> list[tuple[str, Path]]:

@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from filelock import FileLock, Timeout
 
+from llm_pretrain.data.documents import EXCLUDED
 from llm_pretrain.data.encoding import EncodedBatch, Origin, encoded_batches
 from llm_pretrain.data.inputs import (
     COMPRESSIONS,
@@ -64,7 +66,10 @@ class Preparation:
         validation_fraction: Share of the documents, chosen by hash, that is kept for validation.
         on_error: A bad record is counted and left out, or stops with file and line.
         text_column: Field or column that holds a document's text.
-        split: Which split of a data set that `datasets` saved in several, or of the hub (default: train).
+        split: Which split of a folder that has several, or of a hub data set (default: train; the folder's
+            validation split is then used for validation).
+        validation_input: Inputs for validation, in place of documents chosen by hash.
+        exclude: Token stores; documents of their validation splits are not trained on.
         deduplicate: Keep the first of equal documents, among all inputs, and leave the others out.
         overwrite: Replace a store that is already there.
         workers: Processes that tokenise (default: all cores).
@@ -81,6 +86,8 @@ class Preparation:
     on_error: Literal["skip", "fail"] = "fail"
     text_column: str = "text"
     split: str | None = None
+    validation_input: Sequence[str] | None = None
+    exclude: Sequence[str] | None = None
     deduplicate: bool = False
     overwrite: bool = False
     workers: int | None = None
@@ -88,6 +95,11 @@ class Preparation:
     commit_seconds: float = 2.0
     progress: Callable[[int], object] = field(default=lambda done: None)
     notice: Callable[[str], object] = field(default=lambda text: None)
+
+    @property
+    def inputs(self) -> list[str]:
+        """All inputs, those for validation last."""
+        return [*self.input, *(self.validation_input or ())]
 
 
 def prepare_store(preparation: Preparation) -> TokenStore:
@@ -115,7 +127,8 @@ def prepare_store(preparation: Preparation) -> TokenStore:
             folder = Path(temporary)
         tokenizer = open_tokenizer(folder)
         tokenizer.check_named_tokens()
-        sources = find_sources(preparation.input, preparation.split)
+        validation_input = preparation.validation_input or ()
+        sources = find_sources(preparation.input, preparation.split, validation_input, preparation.notice)
         with Workspace(output, _fingerprint(preparation, sources, tokenizer)) as work:
             if work.state is None or not _is_done(work.state, output):
                 _check_output(output, preparation.overwrite)
@@ -168,7 +181,9 @@ def _fingerprint(preparation: Preparation, sources: Sequence[Source], tokenizer:
     facts = {
         "format": [FORMAT_VERSION, __version__, BATCH_BYTES],
         "options": {name: getattr(preparation, name) for name in options},
-        "inputs": list(preparation.input),
+        "inputs": preparation.inputs,
+        "validation": [source.validation for source in sources],
+        "exclude": [TokenStore(path).hash for path in preparation.exclude or ()],
         "sources": [source.fingerprint() for source in sources],
     }
     digest.update(json.dumps(facts, sort_keys=True).encode("utf-8", "surrogateescape"))
@@ -185,7 +200,8 @@ def _fill(
     preparation: Preparation, sources: Sequence[Source], output: Path, tokenizer: Tokenizer, work: Workspace
 ) -> None:
     """Passes over the corpus until the threshold leaves no split empty; usually one pass."""
-    threshold: int | None = int(preparation.validation_fraction * HASHES)
+    fraction = 0.0 if sources[0].validation else preparation.validation_fraction
+    threshold: int | None = int(fraction * HASHES)
     if work.state is not None:
         threshold = work.state["threshold"]
     while threshold is not None:
@@ -209,9 +225,16 @@ class _Pass:
     ):
         self._preparation, self._sources, self._work = preparation, sources, work
         self._tokenizer, self._threshold = tokenizer, threshold
+        self._thresholds = {False: threshold, True: HASHES - 1}  # by Source.validation
         state = work.state
         saved = state or {"totals": None, "splits": None, "last": (0, -1), "bytes": 0}
-        self._totals = Totals(work.folder, len(preparation.input), saved["totals"])
+        self._totals = Totals(work.folder, len(preparation.inputs), saved["totals"])
+        self._excluded: set[int] = set()
+        for path in preparation.exclude or ():
+            split = TokenStore(path).split("validation")
+            if len(split.hashes) != split.documents:
+                raise DataError(f"{path}: expected a store with hashes.bin, found none; prepare it again")
+            self._excluded.update(split.hashes.tolist())
         try:
             self._writer = StoreWriter(
                 output,
@@ -245,7 +268,7 @@ class _Pass:
                     self._commit()
                 preparation.progress(origin.size)
             if not totals.documents:
-                names = ", ".join(preparation.input)
+                names = ", ".join(preparation.inputs)
                 raise DataError(f"{names}: expected documents, found none{totals.causes()}")
             again = totals.other_threshold(self._threshold)
             if again is None:
@@ -263,25 +286,32 @@ class _Pass:
         size = _source_bytes(self._sources)
         if size is not None:
             workers = min(workers, -(-size // (2 * BATCH_BYTES)))
-        return encoded_batches(
-            batch_records(records, BATCH_BYTES),
-            self._tokenizer,
-            workers,
-            threshold=self._threshold,
-            fail_on_error=preparation.on_error == "fail",
-            text_column=preparation.text_column,
-        )
+        for own, part in groupby(records, key=lambda record: self._sources[record.source].validation):
+            yield from encoded_batches(
+                batch_records(part, BATCH_BYTES),
+                self._tokenizer,
+                workers,
+                threshold=self._thresholds[own],
+                fail_on_error=preparation.on_error == "fail",
+                text_column=preparation.text_column,
+            )
 
     def _add(self, batch: EncodedBatch, origin: Origin) -> None:
+        threshold = self._thresholds[self._sources[origin.last[0]].validation]
+        trained = batch.hashes >= np.uint64(threshold)
+        excluded = trained & np.array([each in self._excluded for each in batch.hashes.tolist()], np.bool_)
+        if excluded.any():
+            self._totals.skipped[EXCLUDED] += int(excluded.sum())
+            batch = batch.only(~excluded, threshold)
         duplicates = 0
         if self._seen is not None:
             first = self._seen.add(batch.keys)
             duplicates = len(first) - int(first.sum())
             if duplicates:
-                batch = batch.only(first, self._threshold)
+                batch = batch.only(first, threshold)
         entries = np.array([self._sources[k].entry for k in origin.sources], dtype=np.int64)
         self._totals.add(batch, entries[batch.records], duplicates, keep_keys=self._seen is not None)
-        chosen = batch.hashes < np.uint64(self._threshold)
+        chosen = batch.hashes < np.uint64(threshold)
         _append(self._writer.splits["train"], batch, ~chosen)
         _append(self._writer.splits["validation"], batch, chosen)
         self._last = origin.last
@@ -302,11 +332,11 @@ class _Pass:
     def _facts(self) -> dict[str, Any]:
         """Entries of store.json besides the files."""
         preparation, totals = self._preparation, self._totals
-        names = [name if name.startswith(HUB_PREFIX) else Path(name).name for name in preparation.input]
+        names = [name if name.startswith(HUB_PREFIX) else Path(name).name for name in preparation.inputs]
         return {
             "inputs": names,
             "input_documents": totals.entries,
-            "validation_fraction": preparation.validation_fraction,
+            "validation_fraction": None if self._sources[0].validation else preparation.validation_fraction,
             "on_error": preparation.on_error,
             "skipped": dict(totals.skipped),
             "deduplicated": preparation.deduplicate,
@@ -323,7 +353,7 @@ def _append(writer: SplitWriter, batch: EncodedBatch, chosen: np.ndarray) -> Non
     else:
         tokens = np.repeat(chosen, batch.lengths)
         ids, mask = batch.ids[tokens], batch.loss_mask[tokens]
-    writer.append(ids, batch.lengths[chosen], mask, int(batch.text_bytes[chosen].sum()))
+    writer.append(ids, batch.lengths[chosen], mask, int(batch.text_bytes[chosen].sum()), batch.hashes[chosen])
 
 
 class SeenDocuments:

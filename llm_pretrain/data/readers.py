@@ -29,7 +29,7 @@ from llm_pretrain.data.documents import (
     RawRecord,
     bad_record,
 )
-from llm_pretrain.data.inputs import TABLE_SUFFIXES, Source, find_sources
+from llm_pretrain.data.inputs import LINES_SUFFIXES, TABLE_SUFFIXES, Source, find_sources
 from llm_pretrain.data.tables import choose_columns, hub_records, table_records
 from llm_pretrain.errors import DataError
 from llm_pretrain.files import open_plain
@@ -134,8 +134,7 @@ def json_lines(index: int, name: str, lines: Iterable[bytes]) -> Iterator[RawRec
 
 def json_file(index: int, name: str, file: Any) -> Iterator[RawRecord]:
     """A .json file: an array of records, a record per line (as in many data sets), or a single record."""
-    head = file.peek(_CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if head.startswith(b"["):
+    if _head(file).startswith(b"["):
         return _elements(index, name, file)
     lines = lines_of(file)
     blank = 0
@@ -149,6 +148,25 @@ def json_file(index: int, name: str, file: Any) -> Iterator[RawRecord]:
     return iter([RawRecord(name, 1, whole, "json", index)])
 
 
+def text_file(index: int, name: str, file: Any, _: str) -> Iterator[RawRecord]:
+    """A file of any other name, such as part-00000: one text, unless it begins as JSON records do."""
+    head = _head(file)
+    if re.match(rb'\[\s*\{\s*"', head):
+        return _elements(index, name, file)
+    lines = lines_of(file)
+    begin = [*islice(lines, 2)] if head.startswith(b"{") else []
+    if any(map(_is_json, begin)):  # two lines, since the first may be damaged
+        return json_lines(index, name, chain(begin, lines))
+    whole = b"".join(begin)
+    whole += file.read(max(RECORD_BYTES + 1 - len(whole), 0))
+    return iter([RawRecord(name, 0, whole, "text", index)])
+
+
+def _head(file: Any) -> bytes:
+    """The first bytes of a file, without a byte order mark and blanks; they will be read again."""
+    return file.peek(_CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()
+
+
 def _is_json(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line), dict)
@@ -158,6 +176,8 @@ def _is_json(line: bytes) -> bool:
 
 _ARRAY_CHARACTERS = 1 << 30
 """Largest .json file with an array, which is read as a whole."""
+_UTF16 = re.compile(rb"\xff\xfe|\xfe\xff|[^\0]\0[^\0]\0|\0[^\0]\0[^\0]", re.DOTALL)
+"""The beginning of UTF-16: its byte order mark, or two characters of ASCII."""
 _MARK = re.compile(r"\s*(.?)\s*", re.DOTALL)
 
 
@@ -240,8 +260,9 @@ def _signature(node: _Definition) -> str:
 
 
 def read_records(inputs: Sequence[str], *, text_column: str = "text") -> Iterator[RawRecord]:
-    """The raw records of `inputs` in order; see `read_sources`."""
-    yield from read_sources(find_sources(inputs), text_column=text_column)
+    """The raw records of `inputs` in order, without those for validation; see `read_sources`."""
+    sources = [source for source in find_sources(inputs) if not source.validation]
+    yield from read_sources(sources, text_column=text_column)
 
 
 def read_sources(
@@ -312,10 +333,11 @@ def _records_of_file(index: int, source: Source, text_column: str) -> Iterator[R
         yield from table_records(index, source.name, source.path, source.compression(), text_column)
     else:
         with open_binary(source.path, source.compression()) as file:
-            if reader := FORMATS.get(source.format()):
-                yield from reader(index, source.name, file, text_column)
-            else:
-                yield RawRecord(source.name, 0, file.read(RECORD_BYTES + 1), "text", index)
+            if _UTF16.match(file.peek(4)):
+                advice = "convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
+                yield bad_record(source.name, 0, "invalid UTF-8", f"found UTF-16; {advice}", index)
+                return
+            yield from FORMATS.get(source.format(), text_file)(index, source.name, file, text_column)
 
 
 def _delimited(
@@ -357,11 +379,13 @@ def _record_of_row(index: int, name: str, line: int, fields: dict[str, str], tex
 
 
 FORMATS: dict[str, Callable[[int, str, BinaryIO, str], Iterator[RawRecord]]] = {
-    ".jsonl": lambda index, name, file, _: json_lines(index, name, lines_of(file)),
-    ".ndjson": lambda index, name, file, _: json_lines(index, name, lines_of(file)),
+    **{
+        suffix: lambda index, name, file, _: json_lines(index, name, lines_of(file))
+        for suffix in LINES_SUFFIXES
+    },
     ".json": lambda index, name, file, _: json_file(index, name, file),
     ".csv": partial(_delimited, delimiter=","),
     ".tsv": partial(_delimited, delimiter="\t"),
 }
 """Suffix of a file -> its reader. Arguments: index and name of the source, open file, column of the text. A
-file with any other suffix is one text."""
+file with any other suffix is read by `text_file`."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -252,8 +253,9 @@ def _open_again(path: Path, expected: str) -> TokenStore:
 class StoreSplit:
     """One split of a store: document d has the tokens [offsets[d], offsets[d + 1]); `offsets` is int64.
 
-    `documents`, `tokens` and `text_bytes` (UTF-8) are counts. `mask` is the bit-packed loss mask, first token
-    in the lowest bit; None if every token is a target.
+    `documents`, `tokens` and `text_bytes` (UTF-8) are counts. `hashes`, uint64 [documents], are equal for
+    equal text; a store of an earlier version has none. `mask` is the bit-packed loss mask, first token in the
+    lowest bit; None if every token is a target.
     """
 
     def __init__(self, store: TokenStore, name: str):
@@ -264,6 +266,9 @@ class StoreSplit:
         self.tokens: int = facts["tokens"]
         self.text_bytes: int = facts["text_bytes"]
         self.offsets = _map(folder / "offsets.bin", np.dtype("<i8"), self.documents + 1)
+        self.hashes = np.zeros(0, dtype="<u8")
+        if f"{name}/hashes.bin" in store.facts["files"]:
+            self.hashes = _map(folder / "hashes.bin", np.dtype("<u8"), self.documents)
         counts = [shard["tokens"] for shard in facts["shards"]]
         self.shard_starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         names = [shard["file"] for shard in facts["shards"]]
@@ -309,3 +314,21 @@ def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
     if count == 0:
         return np.zeros(0, dtype=dtype)
     return np.asarray(np.memmap(file, dtype=dtype, mode="r", shape=(count,)))
+
+
+def shared_documents(labels: Sequence[str], stores: Sequence[TokenStore]) -> list[str]:
+    """A warning for each store of which validation documents are trained on, and each store that does so.
+
+    `labels` name the stores. Stores of an earlier version, without hashes, are not compared.
+    """
+    lines = []
+    for (label, store), (other, trained) in product(zip(labels, stores, strict=False), repeat=2):
+        validation, train = store.split("validation").hashes, trained.split("train").hashes
+        train = train[train <= validation.max(initial=0)]  # few of them, where the split is by hash
+        if shared := int(np.count_nonzero(np.isin(validation, train))):
+            option = "--deduplicate" if trained is store else f"--exclude {store.path}"
+            lines.append(
+                f"{shared} of {len(validation)} validation documents of {label} are trained on in {other}; "
+                f"prepare {trained.path} again with {option}"
+            )
+    return lines

@@ -108,6 +108,7 @@ class SplitWriter:
             return
         folder.mkdir(parents=True)
         self._offsets = HashedFile(folder / "offsets.bin")
+        self._hashes = HashedFile(folder / "hashes.bin")
         self._offsets.write(np.zeros(1, dtype="<i8").tobytes())
         self._mask_carry = np.zeros(0, dtype=np.bool_)
         self._shard_counts: list[int] = []
@@ -118,6 +119,7 @@ class SplitWriter:
     def state(self) -> dict[str, Any]:
         """State to resume from; everything appended so far is flushed to disk first."""
         kept: dict[str, Any] = {"offsets": self._offsets.sync(), "shard": None, "mask": None}
+        kept["hashes"] = self._hashes.sync()
         for name, file in (("shard", self._shard), ("mask", self._mask)):
             if file is not None:
                 kept[name] = file.sync()
@@ -137,7 +139,12 @@ class SplitWriter:
         self._shard_counts = list(state["shard_counts"])
         self._mask_carry = np.array(state["mask_carry"], dtype=np.bool_)
         kept = state["kept"]
-        known = {"offsets.bin", *self._files, *(["loss_mask.bin"] if kept["mask"] is not None else [])}
+        known = {
+            "offsets.bin",
+            "hashes.bin",
+            *self._files,
+            *(["loss_mask.bin"] if kept["mask"] is not None else []),
+        }
         last = _shard_name(len(self._shard_counts) - 1)
         known |= {last} if kept["shard"] is not None else set()
         for name, facts in self._files.items():
@@ -148,6 +155,7 @@ class SplitWriter:
                     raise StaleStateError(file)
         self._offsets = HashedFile(self._folder / "offsets.bin", *kept["offsets"])
         try:
+            self._hashes = HashedFile(self._folder / "hashes.bin", *kept["hashes"])
             if kept["shard"] is not None:
                 self._shard = HashedFile(self._folder / last, *kept["shard"])
             if kept["mask"] is not None:
@@ -159,13 +167,16 @@ class SplitWriter:
             if file.name not in known:
                 file.unlink()
 
-    def append(self, ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray, text_bytes: int) -> None:
-        """Appends concatenated documents: `ids` and bool `loss_mask` are [tokens], `lengths` [documents]."""
+    def append(
+        self, ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray, text_bytes: int, hashes: np.ndarray
+    ) -> None:
+        """Appends documents: `ids` and bool `loss_mask` [tokens]; `lengths`, uint64 `hashes` [documents]."""
         if not len(lengths):
             return
         self._append_mask(loss_mask)
         ends = np.cumsum(lengths, dtype=np.int64)
         self._offsets.write((self.tokens + ends).astype("<i8").tobytes())
+        self._hashes.write(hashes.astype("<u8").tobytes())
         data = np.ascontiguousarray(ids, dtype=self._dtype)
         start = document = 0
         while document < len(ends):
@@ -190,6 +201,7 @@ class SplitWriter:
         if self._shard:
             self._close_shard()
         self._files["offsets.bin"] = self._offsets.close()
+        self._files["hashes.bin"] = self._hashes.close()
         if self._mask:
             self._mask.write(np.packbits(self._mask_carry, bitorder="little").tobytes())
             self._files["loss_mask.bin"] = self._mask.close()
@@ -202,8 +214,8 @@ class SplitWriter:
 
     def abandon(self) -> None:
         """Closes the open files of a split that will be deleted."""
-        for file in (self._offsets, self._shard, self._mask):
-            if file:
+        for file in vars(self).values():
+            if isinstance(file, HashedFile):
                 file.abandon()
 
     def _write_tokens(self, tokens: np.ndarray) -> None:

@@ -20,7 +20,7 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.data.assembly import Batch
 from llm_pretrain.data.loader import evaluation_batches, global_batches, open_stores, worker_errors
-from llm_pretrain.data.store import TokenStore
+from llm_pretrain.data.store import TokenStore, shared_documents
 from llm_pretrain.distributed.collectives import any_rank, run_on_all_ranks, run_on_rank0
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, printable
 from llm_pretrain.export.config_json import match_hf_architecture
@@ -336,7 +336,9 @@ class Trainer:
             console.warning(
                 f"transformers will not open the weights, llm_pretrain and perhaps GGUF will: {error}"
             )
-        for warning in self.evaluator.unseen_sources():
+        labels = self.evaluator.labels if config.evaluation.eval_steps else []
+        shared = run_on_rank0(engine, lambda: shared_documents(labels, self.stores))
+        for warning in [*self.evaluator.unseen_sources(), *shared]:
             console.warning(warning)
         for note in [*notes, *self.checkpoints.notes]:
             console.info(note)

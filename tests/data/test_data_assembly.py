@@ -31,7 +31,7 @@ def write_store(folder: Path, *, masked: bool, shard_bytes: int, seed: int) -> T
     with StoreWriter(folder, tokenizer, shard_bytes=shard_bytes) as writer:
         ids = generator.integers(0, 250, lengths.sum())
         mask = generator.random(len(ids)) < 0.5 if masked else np.ones(len(ids), dtype=np.bool_)
-        writer.splits["train"].append(ids, lengths, mask, len(ids))
+        writer.splits["train"].append(ids, lengths, mask, len(ids), np.arange(80))
         writer.commit({"zlib_bits_per_byte": None})
     return TokenStore(folder)
 
