@@ -254,7 +254,7 @@ def _with_status(source: Source, path: Path) -> Source:
 
 
 def _without_repetition(sources: Iterable[Source]) -> Iterable[Source]:
-    """Sets the `fault` of an earlier source's file, also through a link; drops it if that is for validation."""
+    """Sets the `fault` of a source that is an earlier source's file; drops it if that is for validation."""
     earlier: dict[tuple[object, ...], Source] = {}
     for source in sources:
         status = source.status
