@@ -127,11 +127,11 @@ TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
 
 _SPLITS = {name: name for name in (TRAIN_SPLIT, VALIDATION_SPLIT, "test")}
 _SPLITS |= dict.fromkeys(("valid", "val", "dev"), VALIDATION_SPLIT)
+_DATA_SUFFIXES = ("", ".txt", ".json", ".csv", ".tsv", *LINES_SUFFIXES, *TABLE_SUFFIXES)
 _SPLIT_FILE = re.compile(
-    rf"(.+[-_.])?(?P<split>{'|'.join(_SPLITS)})([-_.]\d+(-of-\d+(-[0-9a-f]{{16}})?)?)?(\.[a-z]+)?"
-    rf"({'|'.join(map(re.escape, COMPRESSIONS))})?"
+    rf"([^/]+[-_.])?(?P<split>{'|'.join(_SPLITS)})([-_.]\d+(-of-\d+(-[0-9a-f]{{16}})?)?)?"
+    rf"({'|'.join(_DATA_SUFFIXES)})({'|'.join(COMPRESSIONS)})?".replace(".", r"\.")
 )
-_DATA_SUFFIXES = {"", ".txt", ".json", ".csv", ".tsv", *LINES_SUFFIXES, *TABLE_SUFFIXES}
 
 _STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _ARCHIVES = {".zip", ".tar", ".tgz", ".7z", ".rar"}
@@ -229,8 +229,7 @@ def find_sources(
             raise DataError(f"{entry}: expected readable files, found: {reason_of(error)}") from error
         for name, path, of in found:
             own = is_validation or (split in (None, TRAIN_SPLIT) and of == VALIDATION_SPLIT)
-            source = Source(name, path, index, entry == STDLIB_CHAT, split=of, validation=own)
-            sources.append(_with_status(source, path))
+            sources.append(_with_status(Source(name, path, index, entry == STDLIB_CHAT, of, own), path))
     for source in sources:
         if source.path is not None and source.format() in _ARCHIVES:
             raise DataError(
@@ -255,10 +254,7 @@ def _with_status(source: Source, path: Path) -> Source:
 
 
 def _without_repetition(sources: Iterable[Source]) -> Iterable[Source]:
-    """Sets the `fault` of each source that is the same file as an earlier source, also through a link.
-
-    The file of a validation source is left out of the others.
-    """
+    """Sets the `fault` of a source that is an earlier source's file; drops it if that is for validation."""
     earlier: dict[tuple[object, ...], Source] = {}
     for source in sources:
         status = source.status
@@ -319,13 +315,10 @@ def split_of(path: Path, *, is_folder: bool) -> str | None:
     """
     if is_folder:
         files = path.rglob("*") if path.name in _SPLITS else ()
-        return _SPLITS[path.name] if any(_is_data(file) and file.is_file() for file in files) else None
+        has_data = any(f.is_file() and Source("", f, 0).format() in _DATA_SUFFIXES for f in files)
+        return _SPLITS[path.name] if has_data else None
     match = _SPLIT_FILE.fullmatch(path.name)
-    return _SPLITS[match["split"]] if match and _is_data(path) else None
-
-
-def _is_data(path: Path) -> bool:
-    return Source(path.name, path, 0).format() in _DATA_SUFFIXES
+    return _SPLITS[match["split"]] if match else None
 
 
 def _splits_in(folder: Path, folders: list[str], names: list[str], split: str) -> dict[str, str]:

@@ -18,8 +18,9 @@ from support.fuzzing import fuzzed
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.data import preparation as prepare_module
+from llm_pretrain.data.documents import EXCLUDED
 from llm_pretrain.data.preparation import Preparation, SeenDocuments, prepare_store
-from llm_pretrain.data.store import TokenStore
+from llm_pretrain.data.store import TokenStore, shared_documents
 from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.errors import DataError, OutputError
 
@@ -115,6 +116,45 @@ def test_neither_split_is_empty_where_two_documents_differ(tmp_path: Path, fract
     documents = {name: store.split(name).documents for name in ("train", "validation")}
     assert sorted(documents.values()) == [1, 2]
     assert (documents["validation"] == 1) == (fraction < 0.5)
+
+
+def hashes(store: TokenStore, split: str) -> set[int]:
+    return set(store.split(split).hashes.tolist())
+
+
+def test_a_start_warns_of_validation_documents_that_another_store_trains_on(tmp_path: Path):
+    records = [{"text": text} for text in make_texts(200)]
+    wide = prepare(tmp_path / "wide", records, [{"text": "alone"}], validation_fraction=0.3)
+    narrow = prepare(tmp_path / "narrow", records, validation_fraction=0.05)
+    shared = hashes(wide, "validation") & hashes(narrow, "train")
+    (line,) = shared_documents(["w", "n"], [wide, narrow])
+    counts = (
+        f"{len(shared)} of {wide.split('validation').documents} validation documents of w are trained on in n"
+    )
+    assert line == f"{counts}; prepare {narrow.path} again with --exclude {wide.path}"
+
+    options = {"validation_fraction": 0.05, "exclude": [str(wide.path)], "overwrite": True}
+    narrow = prepare(tmp_path / "narrow", records, **options)
+    assert shared_documents(["w", "n"], [wide, narrow]) == []
+    assert narrow.facts["skipped"] == {EXCLUDED: len(shared)}
+    equal = prepare(tmp_path / "equal", records[50:], validation_fraction=0.3)
+    assert shared_documents(["w", "e"], [wide, equal]) == []  # one threshold
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_validation_input_is_validated_on_and_never_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+):
+    monkeypatch.setattr(prepare_module, "BATCH_BYTES", 1000)
+    texts = make_texts(80)
+    own = write_jsonl(tmp_path / "own.jsonl", [{"text": text} for text in texts[:9]])
+    options = {"validation_fraction": 0.5, "validation_input": [str(own)], "workers": workers}
+    store = prepare(tmp_path, [{"text": text} for text in texts], deduplicate=True, **options)
+    tokenizer = open_tokenizer(store.tokenizer_folder)
+    for name, expected in (("validation", texts[:9]), ("train", texts[9:])):
+        assert [tokenizer.decode(ids[1:-1].tolist()) for ids, _ in store.split(name).iterate()] == expected
+    assert store.facts["input_documents"] == [71, 9]
+    assert store.zlib_bits_per_byte
 
 
 def test_counts_bytes_and_zlib_are_those_of_the_text(tmp_path: Path):

@@ -230,6 +230,9 @@ def test_patterns_folders_and_files_come_in_the_order_given(tmp_path: Path):
         find_sources([str(tmp_path / "*.parquet")])
     with pytest.raises(DataError, match="written hf://owner/name"):
         find_sources(["owner/name"])
+    for address in ("s3://bucket/*.jsonl", "https://huggingface.co/datasets/owner/name?x=1"):
+        with pytest.raises(DataError, match=r"expected a path, found an address \((s3|https)://\); copy"):
+            find_sources([address])
 
 
 def test_of_saved_splits_only_train_or_the_chosen_one_is_read(tmp_path: Path):
@@ -257,6 +260,86 @@ def test_of_saved_splits_only_train_or_the_chosen_one_is_read(tmp_path: Path):
     ]
     with pytest.raises(DataError, match="--split: expected an input with a split test"):
         find_sources([str(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])), "hf://a/b:dev"], "test")
+
+
+LAYOUTS = {
+    "hub": ["data/train-00000-of-00001-0123456789abcdef.jsonl", "data/validation-00000-of-00001.jsonl"],
+    "files": ["train.jsonl.gz", "val.csv"],
+    "named": ["wiki-train.jsonl", "wiki-valid.jsonl"],
+    "folders": ["train/a/part-0.jsonl", "dev/b.jsonl"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_of_a_folder_with_splits_only_train_is_trained_on(tmp_path: Path, layout: str):
+    train, validation = LAYOUTS[layout]
+    test, other = train.replace("train", "test"), "notes/test.txt"
+    for name in (train, validation, test, other, "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def names(split: str | None, *, validation: bool = False) -> list[str]:
+        found = [each for each in find_sources([str(tmp_path)], split, (), lines.append) if each.path]
+        return [Path(s.name).relative_to(tmp_path).as_posix() for s in found if s.validation == validation]
+
+    lines: list[str] = []
+    assert names(None) == sorted([other, train])
+    assert f"read train and validation, left out README.md, {test.split('/a/')[0]}; see --split" in lines[0]
+    assert names(None, validation=True) == [validation]
+    assert names("test") == sorted([other, test])
+    assert names("validation") == sorted([other, validation])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a.md", "test.txt"],
+        ["a.txt", "train.txt"],
+        ["test.py", "train.py"],
+        ["b.py", "test/a.py", "train/a.py"],
+    ],
+)
+def test_documents_that_are_named_like_a_split_are_read(tmp_path: Path, names: list[str]):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = [Path(source.name).relative_to(tmp_path).as_posix() for source in find_sources([str(tmp_path)])]
+    assert found == names
+
+
+@pytest.mark.parametrize("name", ["a.jl", "a.jsonlines", "part-00000", "a.jsonl.1", "part-00000.gz", "a.txt"])
+def test_json_is_never_text(tmp_path: Path, name: str):
+    compress = COMPRESS.get(Path(name).suffix, bytes)
+    (tmp_path / name).write_bytes(compress(LINES))
+    assert texts_of(tmp_path / name) == TEXTS
+    (tmp_path / name).write_bytes(compress(b'{"text": "cut\n{"text": "whole"}\n'))
+    with pytest.raises(RecordError, match=":1: invalid JSON"):
+        documents(tmp_path / name)
+
+
+def test_prose_that_begins_like_json_is_text(tmp_path: Path):
+    for text in ("{ a brace }\nand\n", "[1] a note\n", '{\n "cells": []\n}\n'):
+        (tmp_path / "a.txt").write_text(text)
+        assert texts_of(tmp_path / "a.txt") == [text]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+def test_utf16_is_named(tmp_path: Path, encoding: str, name: str):
+    (tmp_path / name).write_text('{"text": "a"}\n', encoding=encoding)
+    with pytest.raises(RecordError, match="found UTF-16; convert it: iconv"):
+        documents(tmp_path / name)
+
+
+def test_a_linked_folder_is_followed_once(tmp_path: Path):
+    for name in ("corpus/a/1.txt", "elsewhere/2.txt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    links = {"a/up": "..", "above": "../..", "more": "../elsewhere", "twice": "../elsewhere"}
+    for link, target in links.items():
+        (tmp_path / "corpus" / link).symlink_to(target)
+    found = [Path(source.name).name for source in find_sources([str(tmp_path / "corpus")])]
+    assert found == ["1.txt", "2.txt"]
 
 
 def test_of_a_saved_data_set_only_its_own_files_are_read(tmp_path: Path):
