@@ -135,7 +135,8 @@ class Source:
     """A file or a hub data set: `name` for messages, `path` (None for the hub), `entry` (index of its input).
 
     With `conversations`, the file is Python source and its docstrings are the records. `status` is the `stat`
-    of the file when it was found. A source with a `fault` (cause, detail) is read as one bad record.
+    of the file when it was found. A source with a `fault` (cause, detail) is read as one bad record. The
+    `separator` cuts a text file into documents.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Source:
     conversations: bool = False
     status: os.stat_result | None = None
     fault: tuple[str, str] | None = None
+    separator: str | None = None
 
     def format(self) -> str:
         """The suffix that selects the reader; a compression's suffix is dropped: `.jsonl` for a.jsonl.gz."""

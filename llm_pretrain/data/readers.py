@@ -314,8 +314,20 @@ def _records_of_file(index: int, source: Source, text_column: str) -> Iterator[R
         with open_binary(source.path, source.compression()) as file:
             if reader := FORMATS.get(source.format()):
                 yield from reader(index, source.name, file, text_column)
+            elif source.separator:
+                for number, text in enumerate(_separated(file, source.separator.encode()), start=1):
+                    yield RawRecord(source.name, number, text, "text", index)
             else:
                 yield RawRecord(source.name, 0, file.read(RECORD_BYTES + 1), "text", index)
+
+
+def _separated(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
+    """The texts between separators, without the line breaks beside them; leaves out empty ones."""
+    rest = b""
+    for chunk in chain(iter(partial(file.read, _CHUNK), b""), [separator]):
+        *texts, rest = (rest + chunk).split(separator)
+        yield from filter(None, (text.strip(b"\r\n") for text in texts))
+        rest = rest[: RECORD_BYTES + 1] + rest[RECORD_BYTES + 1 :][-len(separator) :]  # of too large a record
 
 
 def _delimited(
