@@ -9,9 +9,9 @@ from llm_pretrain.data.conversion import convert
 from llm_pretrain.errors import printable
 
 EXAMPLES = """formats, which a file's header tells apart:
-  nanogpt  .bin files of uint16 token ids; documents end with the tokenizer's eos token; the characters in a
-           meta.pkl beside them are the default tokenizer and must be those of --tokenizer (read without
-           running what a pickle may contain)
+  nanogpt  .bin files of uint16 token ids (others with --dtype), and .npy files; documents end with the
+           tokenizer's eos token; the characters in a meta.pkl beside them are the default tokenizer and must
+           be those of --tokenizer (read without running what a pickle may contain)
   llm.c    the same with the header of llm.c and modded-nanogpt, of uint16 or uint32
 
 Files with `val` in their names are the validation split. Without any, documents are split by their hash.

@@ -15,7 +15,7 @@ from llm_pretrain.errors import printable
 EXAMPLES = """an input is one of:
   .jsonl .ndjson .jl .json         a record per line, or an array of records
   .parquet .arrow .feather .csv .tsv  a record per row
-  any other file (.txt, .md, .py)  one document
+  any other file (.txt, .md, .py)  one document, or several with --document_separator
   each of them as .gz, .zst, .bz2 or .xz too (not .parquet and .arrow)
   a folder of these, in sorted order, or a pattern such as 'data/*.jsonl.gz'
   hf://OWNER/NAME[@REVISION][/CONFIG][:SPLIT]  streamed from the Hugging Face hub (default: train)
@@ -75,7 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
     if len(preparation.inputs) > 1:
         for name, documents in zip(preparation.inputs, store.facts["input_documents"], strict=True):
             print(f"input      {documents:,} documents from {printable(name)}")
-    print_text_facts(store.facts | {"zlib_bits_per_byte": store.zlib_bits_per_byte})
+    facts = store.facts | {"zlib_bits_per_byte": store.zlib_bits_per_byte}
+    if count := facts["special_tokens_in_texts"]:
+        print(f"special    {count:,} tokens in texts, read as {facts['special_tokens']} (--special_tokens)")
+    print_text_facts(facts)
     if arguments.validation_fraction > 0 and not store.facts["splits"]["validation"]["documents"]:
         print(
             "warning    no document is in the validation split: runs on this store evaluate nothing and keep "

@@ -53,30 +53,23 @@ def chat_prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) ->
 
 
 class _ChatEncoder:
-    """The chat templates of a tokenizer, and a backend that recognises special tokens."""
+    """The chat templates of a tokenizer, and its special tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
-        import tokenizers
-
         template = tokenizer.chat_template
         if template is None:
             raise NoChatTemplateError(
                 f"{tokenizer.folder}: expected a tokenizer with a chat template, found none; add a "
                 "chat_template.jinja, or use records of text"
             )
-        self._backend = tokenizers.Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
-        self._wrapped_errors = tokenizer.wrapped_errors
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        added = self._backend.get_added_tokens_decoder()
-        self._special = {token.content: (index, token) for index, token in added.items() if token.special}
+        self._encodings = tokenizer.encodings
+        self._special = {t.content: (index, t) for index, t in tokenizer.added_tokens.items() if t.special}
         named = {
             "bos_token": tokenizer.bos_token_id,
             "eos_token": tokenizer.eos_token_id,
             "pad_token": tokenizer.pad_token_id,
         }
-        tokens = {name: None if i is None else self._backend.id_to_token(i) for name, i in named.items()}
-        variables = {name: token for name, token in tokens.items() if token is not None}
+        variables = {name: tokenizer.token(i) for name, i in named.items() if i is not None}
         self._template = ChatTemplate(template, list(self._special), variables)
         self._tool_template = ChatTemplate(
             tokenizer.tool_template or template, list(self._special), variables
@@ -103,7 +96,7 @@ class _ChatEncoder:
     def encode(self, rendered: Rendered) -> tuple[list[int], list[int]]:
         """Returns the ids, and the position in the text where each token starts."""
         if rendered.places is None:
-            return self._encode(rendered.text, 0)
+            return self._encode(rendered.text, 0, special=True)
         ids: list[int] = []
         starts: list[int] = []
         position = 0
@@ -120,15 +113,12 @@ class _ChatEncoder:
         return ids, starts
 
     def _extend(self, ids: list[int], starts: list[int], text: str, offset: int) -> None:
-        self._backend.encode_special_tokens = True
-        more, places = self._encode(text, offset)
-        self._backend.encode_special_tokens = False
+        more, places = self._encode(text, offset, special=False)
         ids += more
         starts += places
 
-    def _encode(self, text: str, offset: int) -> tuple[list[int], list[int]]:
-        with self._wrapped_errors():
-            encoding = self._backend.encode(text, add_special_tokens=False)
+    def _encode(self, text: str, offset: int, *, special: bool) -> tuple[list[int], list[int]]:
+        (encoding,) = self._encodings([text], special, offsets=True)
         return encoding.ids, [offset + start for start in _starts(text, encoding.offsets)]
 
 

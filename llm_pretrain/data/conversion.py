@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from llm_pretrain.data.preparation import HASHES, ZlibRate, check_fraction, fitt
 from llm_pretrain.data.store import check_ids
 from llm_pretrain.data.store_writer import StoreWriter
 from llm_pretrain.data.tokenizer_training import nanogpt_tokenizer, write_files
-from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers import Tokenizer, convert_tokenizer, open_tokenizer
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import open_data, read_data
 from llm_pretrain.text import reason_of
@@ -55,39 +56,69 @@ class DocumentFile:
             first = last
 
 
-def open_nanogpt(path: Path, end_of_document: int) -> DocumentFile:
-    """Opens a `.bin` file of uint16 ids or with llm.c's header; the id `end_of_document` ends a document.
+TokenType = Literal["int64", "uint32", "int32", "uint16"]
+"""Types of ids in files without a header, widest first."""
 
-    Tokens after the last such id are a document too. Raises DataError for any other file.
+
+def open_nanogpt(path: Path, tokenizer: Tokenizer, dtype: TokenType | None = None) -> DocumentFile:
+    """Opens `.npy`, a file with llm.c's header, or one without, of `dtype`; the eos token ends a document.
+
+    Tokens after the last one are a document too. Raises DataError for any other file or type.
     """
-    tokens = _nanogpt_tokens(path)
+    tokens = _nanogpt_tokens(path, tokenizer, dtype)
     ends = [np.zeros(1, dtype=np.int64)]
     for start in range(0, len(tokens), BATCH_TOKENS):
-        found = np.flatnonzero(tokens[start : start + BATCH_TOKENS] == end_of_document)
+        found = np.flatnonzero(tokens[start : start + BATCH_TOKENS] == tokenizer.eos_token_id)
         ends.append(found.astype(np.int64) + start + 1)
     if int(ends[-1][-1] if len(ends[-1]) else -1) != len(tokens):
         ends.append(np.array([len(tokens)], dtype=np.int64))
     return DocumentFile(str(path), tokens, np.concatenate(ends))
 
 
-def _nanogpt_tokens(path: Path) -> np.ndarray:
+def _nanogpt_tokens(path: Path, tokenizer: Tokenizer, dtype: TokenType | None) -> np.ndarray:
     with open_data(path) as file:
-        size, head = os.fstat(file.fileno()).st_size, file.read(12)
-    header = struct.unpack("<3i", head) if len(head) == 12 else (0, 0, 0)
+        size, head = os.fstat(file.fileno()).st_size, file.read(BATCH_TOKENS)
+    if head.startswith(b"\x93NUMPY"):
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+                raise ValueError(f"{tokens.dtype} of shape {tokens.shape}")
+            return tokens
+        except (OSError, ValueError) as error:
+            found = reason_of(error)
+            raise DataError(f"{path}: expected integers in one dimension, found: {found}") from error
+    header = struct.unpack("<3i", head[:12]) if len(head) >= 12 else (0, 0, 0)
     magics = {magic for magic, _ in _HEADERS}
     if header[0] not in magics:
-        if size == 0 or size % 2:
-            raise DataError(f"{path}: expected uint16 token ids, an even number of bytes, found {size} bytes")
-        return np.memmap(path, dtype="<u2", mode="r")
-    dtype = _HEADERS.get((header[0], header[1]))
-    if dtype is None:
+        assumed = np.dtype(dtype or "uint16").newbyteorder("<")
+        fitting = [name for name in get_args(TokenType) if _are_ids(head, size, name, tokenizer.vocab_size)]
+        is_wide = fitting[:1] != ["uint16"] or tokenizer.vocab_size > 1 << 16
+        if fitting and (is_wide if dtype is None else dtype not in fitting):
+            raise DataError(
+                f"{path}: expected {assumed.name} ids of the tokenizer, which has {tokenizer.vocab_size}, "
+                f"found a file that has them as {fitting[0]}; use --dtype {fitting[0]}"
+            )
+        if size == 0 or size % assumed.itemsize:
+            raise DataError(
+                f"{path}: expected {assumed.itemsize} bytes for each {assumed.name}, found {size}"
+            )
+        return np.memmap(path, dtype=assumed, mode="r")
+    of_header = _HEADERS.get((header[0], header[1]))
+    if of_header is None:
         raise DataError(f"{path}: expected llm.c's version 1 or 7 in its header, found version {header[1]}")
-    expected = _HEADER_BYTES + header[2] * dtype.itemsize
+    expected = _HEADER_BYTES + header[2] * of_header.itemsize
     if header[2] < 1 or size != expected:
         raise DataError(
             f"{path}: expected {header[2]} tokens as its header says, {expected} bytes, found {size} bytes"
         )
-    return np.memmap(path, dtype=dtype, mode="r", offset=_HEADER_BYTES)
+    return np.memmap(path, dtype=of_header, mode="r", offset=_HEADER_BYTES)
+
+
+def _are_ids(head: bytes, size: int, dtype: TokenType, vocab_size: int) -> bool:
+    """Whether a file of `size` bytes can be ids of `dtype`; two ids that are read as one are too large."""
+    width = np.dtype(dtype).itemsize
+    ids = np.frombuffer(head[: len(head) // width * width], np.dtype(dtype).newbyteorder("<"))
+    return len(ids) > 0 and not size % width and ids.min() >= 0 and ids.max() < vocab_size
 
 
 _PLAIN_PICKLE = re.compile(
@@ -139,24 +170,6 @@ def find_tokenizer(inputs: Sequence[str]) -> Path | None:
     return None
 
 
-def open_splits(inputs: Sequence[str], end_of_document: int) -> dict[str, list[DocumentFile]]:
-    """Returns {"train": …, "validation": …} if the file names tell two splits apart, else {"all": …}.
-
-    A folder stands for the `.bin` files in it, in the order of their names. Raises DataError for other files.
-    """
-    found: dict[str, list[DocumentFile]] = {"train": [], "validation": []}
-    for entry in inputs:
-        paths = sorted(Path(entry).glob("*.bin")) if Path(entry).is_dir() else [Path(entry)]
-        if not paths:
-            raise DataError(f"{entry}: expected a folder with .bin files, found none in it")
-        for path in paths:
-            split = "validation" if _VALIDATION.search(path.name) else "train"
-            found[split].append(open_nanogpt(path, end_of_document))
-    if found["train"] and found["validation"]:
-        return found
-    return {"all": found["train"] + found["validation"]}
-
-
 @dataclass
 class ConversionReport:
     """Counts of a conversion: `documents` and `tokens` written per split, `tokens_read`,
@@ -176,6 +189,7 @@ def convert(
     output: str | Path,
     *,
     tokenizer: str | Path | None = None,
+    dtype: TokenType | None = None,
     validation_fraction: float = 0.01,
 ) -> ConversionReport:
     """Converts; a failed conversion leaves nothing behind. Raises DataError and ConfigError.
@@ -188,6 +202,7 @@ def convert(
         output: The new store's folder.
         tokenizer: The folder of the tokenizer that wrote the ids (default: the folder `tokenizer` that lies
             with the input, else nanoGPT's meta.pkl).
+        dtype: Type of the ids in files without a header (default: uint16; refused if another one fits).
         validation_fraction: Share of the documents, chosen by hash, that is kept for validation where no file
             is named so.
     """
@@ -205,10 +220,10 @@ def convert(
             raise ConfigError(
                 f"--tokenizer: expected the folder of the tokenizer that wrote {input[0]}, found none"
             )
-        opened = open_tokenizer(folder)
+        opened = open_tokenizer(convert_tokenizer(Path(folder), Path(temporary) / "tokenizer"))
         _check_characters(characters, opened)
         report = ConversionReport()
-        reader = _Reader(opened, report)
+        reader = _Reader(opened, report, dtype)
         _convert(input, output, reader, validation_fraction, known=bool(characters))
         return report
 
@@ -229,8 +244,7 @@ def _check_characters(characters: dict[Path, list[str]], tokenizer: Tokenizer) -
 def _convert(inputs: Sequence[str], output: Path, reader: _Reader, fraction: float, *, known: bool) -> None:
     """Writes the store. `known`: the reader's tokenizer certainly wrote the ids, so `unended` stays empty."""
     tokenizer, report = reader.tokenizer, reader.report
-    assert tokenizer.eos_token_id is not None  # open_tokenizer refuses a tokenizer without EOS
-    splits = open_splits(inputs, tokenizer.eos_token_id)
+    splits = reader.open_splits(inputs)
     threshold = None
     if "all" in splits:
         hashing = _Reader(tokenizer, ConversionReport())
@@ -306,23 +320,38 @@ class _Reader:
     It is True from the start if the tokenizer has no such ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, report: ConversionReport):
+    def __init__(self, tokenizer: Tokenizer, report: ConversionReport, dtype: TokenType | None = None):
         self.tokenizer, self.report = tokenizer, report
+        self._dtype: TokenType | None = dtype
         self._is_special = np.zeros(tokenizer.vocab_size, dtype=np.bool_)
         self._is_special[sorted(tokenizer.special_ids)] = True
         self._is_text = ~self._is_special
         self._is_text[tokenizer.byte_ids()] = False
         self.has_text = not self._is_text.any()
 
+    def open_splits(self, inputs: Sequence[str]) -> dict[str, list[DocumentFile]]:
+        """Returns {"train": …, "validation": …} if the file names tell two splits apart, else {"all": …}.
+
+        A folder stands for its `.bin` and `.npy` files, by name. Raises DataError like `open_nanogpt`.
+        """
+        found: dict[str, list[DocumentFile]] = {"train": [], "validation": []}
+        for entry in map(Path, inputs):
+            paths = sorted([*entry.glob("*.bin"), *entry.glob("*.npy")]) if entry.is_dir() else [entry]
+            if not paths:
+                raise DataError(f"{entry}: expected a folder with .bin or .npy files, found none in it")
+            for path in paths:
+                split = "validation" if _VALIDATION.search(path.name) else "train"
+                found[split].append(open_nanogpt(path, self.tokenizer, self._dtype))
+        if found["train"] and found["validation"]:
+            return found
+        return {"all": found["train"] + found["validation"]}
+
     def batches(self, files: Sequence[DocumentFile]) -> Iterator[_Batch]:
         for file in files:
             position = 0
             for ids, lengths in file.batches():
-                advice = "were they written with another tokenizer?"
+                advice = "were they written with another tokenizer, or another --dtype?"
                 check_ids(ids, self.tokenizer.vocab_size, file.name, position, advice)
-                if not position and len(ids) > 512 and ids[1::2].max() <= self.tokenizer.vocab_size >> 16:
-                    # every second uint16 is the upper half of a wider number, such as Megatron's int32
-                    raise DataError(f"{file.name}: expected uint16 token ids, found wider numbers")
                 position += len(ids)
                 self.report.tokens_read += len(ids)
                 self.has_text = self.has_text or bool(self._is_text[ids].any())

@@ -41,8 +41,8 @@ class EncodedBatch:
     Per token: `ids` uint32, `loss_mask` bool. Per document: `lengths` int64, in tokens; `hashes` uint64 of
     the content, which decide the split; `keys` uint64 of content and loss mask, equal only for duplicates;
     `text_bytes` int64; `altered` bool: the tokens do not decode to the text's bytes; `records` int64: index
-    of the document's record. `texts` holds the UTF-8 text of each validation document. `error` is about the
-    first bad record, if none is allowed.
+    of the document's record; `special_tokens` int64: how many are written in the text. `texts` holds the
+    UTF-8 text of each validation document. `error` is about the first bad record, if none is allowed.
     """
 
     ids: np.ndarray
@@ -54,6 +54,7 @@ class EncodedBatch:
     texts: list[bytes]
     altered: np.ndarray
     records: np.ndarray
+    special_tokens: np.ndarray
     skipped: Counter[str] = field(default_factory=Counter)
     error: str | None = None
 
@@ -70,7 +71,7 @@ class EncodedBatch:
         )
 
 
-_PER_DOCUMENT = ("lengths", "hashes", "keys", "text_bytes", "altered", "records")
+_PER_DOCUMENT = ("lengths", "hashes", "keys", "text_bytes", "altered", "records", "special_tokens")
 
 
 class Encoder:
@@ -151,7 +152,7 @@ class Encoder:
             first = last
         ids: list[int] = []
         mask: list[np.ndarray] = []
-        lengths, hashes, keys, text_bytes, texts = [], [], [], [], []
+        lengths, hashes, keys, text_bytes, texts, special = [], [], [], [], [], []
         for document in documents:
             start = len(ids)
             if document.input_ids is not None:
@@ -169,7 +170,8 @@ class Encoder:
                     mask.append(np.full(len(segment), loss))
                 ids.append(last)
                 mask.append(np.ones(1, dtype=np.bool_))
-                text = content = "".join(part for part, _ in document.segments).encode("utf-8")
+                content = document.text().encode("utf-8")
+                text = self._tokenizer.plain_text(document.text()).encode("utf-8")
                 form = _form(document)
             lengths.append(len(ids) - start)
             digest = hashlib.sha256(content).digest()
@@ -178,6 +180,7 @@ class Encoder:
                 digest = hashlib.sha256(digest + form).digest()
             keys.append(int.from_bytes(digest[8:16], "big"))
             text_bytes.append(len(text))
+            special.append(len(self._tokenizer.special_pattern.findall(document.text())))
             if hashes[-1] < self._threshold:
                 texts.append(text)
         tokens = np.array(ids, dtype=np.uint32)
@@ -195,6 +198,7 @@ class Encoder:
             texts=texts,
             altered=altered,
             records=np.arange(len(documents)),
+            special_tokens=np.array(special, dtype=np.int64),
         )
 
     def _bytes_of(self, tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
@@ -214,7 +218,7 @@ class Encoder:
             start, stop = stop, stop + length
             if altered[index] or document.input_ids is not None:
                 continue
-            text, tokens = document.text(), ids[start:stop]
+            text, tokens = self._tokenizer.plain_text(document.text()), ids[start:stop]
             if b"".join([self._pieces[token] for token in tokens]) != text.encode():
                 altered[index] = self._tokenizer.decode(tokens) != text
 
@@ -258,7 +262,7 @@ def encoded_batches(
             yield encoder.encode(batch), _origin(batch)
         return
     context = multiprocessing.get_context("spawn")
-    initial = (tokenizer.folder, settings)
+    initial = (tokenizer.folder, tokenizer.parses_special, settings)
     executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=initial)
     pending: deque[tuple[Future[EncodedBatch], Origin]] = deque()
     try:
@@ -287,12 +291,12 @@ def _origin(batch: list[RawRecord]) -> Origin:
 _worker_encoder: Encoder | None = None
 
 
-def _start_worker(folder: Path, settings: dict[str, Any]) -> None:
+def _start_worker(folder: Path, parse_special: bool, settings: dict[str, Any]) -> None:
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     use_one_thread()
-    _worker_encoder = Encoder(open_tokenizer(folder), **settings)
+    _worker_encoder = Encoder(open_tokenizer(folder, parse_special=parse_special), **settings)
 
 
 def _exit_with_parent() -> None:

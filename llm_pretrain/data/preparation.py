@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -70,6 +70,8 @@ class Preparation:
             validation split is then used for validation).
         validation_input: Inputs for validation, in place of documents chosen by hash.
         exclude: Token stores; documents of their validation splits are not trained on.
+        special_tokens: Whether special tokens that are written in texts stay text or become tokens.
+        document_separator: Cuts text files into documents, such as <|endoftext|> (default: one per file).
         deduplicate: Keep the first of equal documents, among all inputs, and leave the others out.
         overwrite: Replace a store that is already there.
         workers: Processes that tokenise (default: all cores).
@@ -88,6 +90,8 @@ class Preparation:
     split: str | None = None
     validation_input: Sequence[str] | None = None
     exclude: Sequence[str] | None = None
+    special_tokens: Literal["text", "tokens"] = "text"
+    document_separator: str | None = None
     deduplicate: bool = False
     overwrite: bool = False
     workers: int | None = None
@@ -121,14 +125,12 @@ def prepare_store(preparation: Preparation) -> TokenStore:
     if not work_folder.exists():
         _check_output(output, preparation.overwrite)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(preparation.tokenizer)
-        if folder.is_dir() and not (folder / "tokenizer.json").is_file():
-            convert_tokenizer(folder, Path(temporary))
-            folder = Path(temporary)
-        tokenizer = open_tokenizer(folder)
+        folder = convert_tokenizer(Path(preparation.tokenizer), Path(temporary))
+        tokenizer = open_tokenizer(folder, parse_special=preparation.special_tokens == "tokens")
         tokenizer.check_named_tokens()
         validation_input = preparation.validation_input or ()
         sources = find_sources(preparation.input, preparation.split, validation_input, preparation.notice)
+        sources = [replace(source, separator=preparation.document_separator) for source in sources]
         with Workspace(output, _fingerprint(preparation, sources, tokenizer)) as work:
             if work.state is None or not _is_done(work.state, output):
                 _check_output(output, preparation.overwrite)
@@ -178,6 +180,7 @@ def _fingerprint(preparation: Preparation, sources: Sequence[Source], tokenizer:
         file = tokenizer.folder / name
         digest.update(hashlib.sha256(file.read_bytes() if file.is_file() else b"").digest())
     options = ("validation_fraction", "on_error", "text_column", "deduplicate", "shard_bytes")
+    options += ("special_tokens", "document_separator")
     facts = {
         "format": [FORMAT_VERSION, __version__, BATCH_BYTES],
         "options": {name: getattr(preparation, name) for name in options},
@@ -338,6 +341,9 @@ class _Pass:
             "input_documents": totals.entries,
             "validation_fraction": None if self._sources[0].validation else preparation.validation_fraction,
             "on_error": preparation.on_error,
+            "special_tokens": preparation.special_tokens,
+            "document_separator": preparation.document_separator,
+            "special_tokens_in_texts": totals.special_tokens,
             "skipped": dict(totals.skipped),
             "deduplicated": preparation.deduplicate,
             "duplicates": totals.duplicates,
@@ -536,7 +542,7 @@ class ZlibRate:
         return 8 * (self._packed + len(self._compressor.flush())) / self._size
 
 
-_COUNTS = ("documents", "altered", "duplicates", "lowest", "highest")
+_COUNTS = ("documents", "altered", "duplicates", "special_tokens", "lowest", "highest")
 
 
 class Totals:
@@ -544,11 +550,11 @@ class Totals:
 
     Files hold the validation text and the keys of documents seen, which are too large for the state.
     Attributes: `documents` (stored), `altered` (stored, but their tokens do not decode to their text),
-    `duplicates` (left out), `skipped` (records by cause), `entries` (documents per input).
+    `special_tokens` (in texts), `duplicates` (left out), `skipped` (by cause), `entries` (by input).
     """
 
     def __init__(self, folder: Path, inputs: int, state: dict[str, Any] | None = None):
-        self.documents = self.altered = self.duplicates = 0
+        self.documents = self.altered = self.duplicates = self.special_tokens = 0
         self.lowest, self.highest = HASHES, -1
         self.skipped: Counter[str] = Counter()
         self.entries = [0] * inputs
@@ -581,6 +587,7 @@ class Totals:
         self.duplicates += duplicates
         self.documents += len(batch.lengths)
         self.altered += int(np.count_nonzero(batch.altered))
+        self.special_tokens += int(batch.special_tokens.sum())
         self.entries = (self.entries + np.bincount(entries, minlength=len(self.entries))).tolist()
         if len(batch.hashes):
             self.lowest = min(self.lowest, int(batch.hashes.min()))

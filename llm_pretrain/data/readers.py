@@ -337,7 +337,21 @@ def _records_of_file(index: int, source: Source, text_column: str) -> Iterator[R
                 advice = "convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
                 yield bad_record(source.name, 0, "invalid UTF-8", f"found UTF-16; {advice}", index)
                 return
-            yield from FORMATS.get(source.format(), text_file)(index, source.name, file, text_column)
+            reader = FORMATS.get(source.format())
+            if source.separator and reader is None:
+                for number, text in enumerate(_separated(file, source.separator.encode()), start=1):
+                    yield RawRecord(source.name, number, text, "text", index)
+            else:
+                yield from (reader or text_file)(index, source.name, file, text_column)
+
+
+def _separated(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
+    """The texts between separators, without the line breaks beside them; leaves out empty ones."""
+    rest = b""
+    for chunk in chain(iter(partial(file.read, _CHUNK), b""), [separator]):
+        *texts, rest = (rest + chunk).split(separator)
+        yield from filter(None, (text.strip(b"\r\n") for text in texts))
+        rest = rest[: RECORD_BYTES + 1] + rest[RECORD_BYTES + 1 :][-len(separator) :]  # of too large a record
 
 
 def _delimited(

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -57,23 +58,25 @@ MAX_GROWTH = 256
 class Tokenizer:
     """A tokenizer folder with a `tokenizer.json`, opened for encoding.
 
-    Text never becomes a special token: `</s>` inside a document stays text.
+    Text never becomes a special token (`</s>` inside a document stays text) unless `parse_special` is set.
     Attributes: `folder`, `hash` (SHA-256 of `tokenizer.json`, which determines every id), `vocab_size`
     (highest id + 1), `kind` (the algorithm, in words), `special_ids`, `bos_token_id`, `eos_token_id`,
     `pad_token_id` (None if undefined), `chat_template` (Jinja, or None), `tool_template` (for
-    conversations with tools; None if they use `chat_template`), `length_shows_loss` (whether every text that
-    decoding does not restore is longer than its decoded text).
+    conversations with tools; None if they use `chat_template`), `special_pattern` (matches special tokens
+    that are written in a text), `added_tokens` (the library's, by id), `length_shows_loss` (whether every
+    text that decoding does not restore is longer than its decoded text).
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, parse_special: bool = False):
         import tokenizers
 
+        self.parses_special = parse_special
         self.folder = folder
         data = read_data(folder / "tokenizer.json")
         with self.wrapped_errors():
-            self._spec: dict[str, Any] = json.loads(data)
+            self._spec: dict[str, Any] = json.loads(data) | {"truncation": None, "padding": None}
             self._check_spec()
-            self._backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+            self._backend = tokenizers.Tokenizer.from_str(json.dumps(self._spec))
             self._open(hashlib.sha256(data).hexdigest())
 
     @contextmanager
@@ -106,15 +109,13 @@ class Tokenizer:
             )
 
     def _open(self, digest: str) -> None:
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._backend.encode_special_tokens = True
         self._segmenter = _find_segmenter(self._spec)
         self.length_shows_loss = self._segmenter is not None  # others may change text at equal length
         self._cache: dict[str, list[int]] = {}
         self._cached_characters = 0
         self.hash = digest
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.added_tokens: dict[int, Any] = self._backend.get_added_tokens_decoder()
         self.vocab_size = max(vocabulary.values()) + 1
         file = self.folder / "tokenizer.json"
         if self.vocab_size > MAX_VOCAB_SIZE:
@@ -130,12 +131,23 @@ class Tokenizer:
         ids = {key: vocabulary.get(token) for key, token in named.items()}
         special |= {token for token in ids.values() if token is not None}
         self.special_ids = frozenset(special)
+        names = sorted((t for t, i in vocabulary.items() if i in special and t[1:]), key=len, reverse=True)
+        self._special_texts = frozenset(names)  # not a line break, which may be eos and text
+        self.special_pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self.bos_token_id = ids.get("bos_token")
         self.eos_token_id = ids.get("eos_token")
         self.pad_token_id = ids.get("pad_token")
         self.kind = _kind(self._spec)
         self.chat_template = read_chat_template(self.folder)
         self.tool_template = read_chat_template(self.folder, "tool_use")
+
+    @cached_property
+    def _text_backend(self) -> Any:
+        """The library's tokenizer that finds no special token in a text."""
+        spec = _without(self._spec, self._special_texts, self.hash)
+        backend = type(self._backend).from_str(json.dumps(spec))
+        backend.encode_special_tokens = True
+        return backend
 
     def check_named_tokens(self) -> None:
         """Raises DataError, with file, key and token, if other files name a token that tokenizer.json lacks.
@@ -159,13 +171,13 @@ class Tokenizer:
                 return
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens. Raises DataError if a text cannot be encoded."""
-        if self._segmenter is None:
-            return self._encode(texts)
+        """Token ids of each text, without bos and eos. Raises DataError if a text cannot be encoded."""
+        if self._segmenter is None or self.parses_special:
+            return [encoding.ids for encoding in self.encodings(texts, self.parses_special)]
         segments = [self._segmenter.findall(text) for text in texts]
         cache = self._cache
         missing = list(dict.fromkeys(s for parts in segments for s in parts if s not in cache))
-        cache.update(zip(missing, self._encode(missing), strict=True))
+        cache.update((s, encoding.ids) for s, encoding in zip(missing, self.encodings(missing), strict=True))
         encoded = [list(chain.from_iterable(map(cache.__getitem__, parts))) for parts in segments]
         self._cached_characters += sum(map(len, missing))
         if self._cached_characters > _CACHED_CHARACTERS:
@@ -173,10 +185,16 @@ class Tokenizer:
             self._cached_characters = 0
         return encoded
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encodings(self, texts: Sequence[str], special: bool = False, offsets: bool = False) -> list[Any]:
+        """The library's encoding of each text; `special` parses special tokens, `offsets` adds places."""
         with self.wrapped_errors():  # a character without a token, or too long a run for a pattern to match
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+            backend = self._backend if special else self._text_backend
+            encode = backend.encode_batch if offsets else backend.encode_batch_fast
+            return encode(list(texts), add_special_tokens=False)
+
+    def plain_text(self, text: str) -> str:
+        """The text without what becomes special tokens."""
+        return self.special_pattern.sub("", text) if self.parses_special else text
 
     def same_ids(self, other: Tokenizer) -> bool:
         """Whether both have the same ids for every text; post-processors only add special tokens."""
@@ -237,8 +255,8 @@ class Tokenizer:
         return np.array([len(piece) for piece in self.token_pieces()], dtype=np.int64)
 
 
-def open_tokenizer(folder: str | Path) -> Tokenizer:
-    """Opens a folder with `tokenizer.json` and an EOS token. Raises DataError."""
+def open_tokenizer(folder: str | Path, *, parse_special: bool = False) -> Tokenizer:
+    """Opens a folder with `tokenizer.json` and an EOS token, see `Tokenizer`. Raises DataError."""
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(
@@ -246,17 +264,20 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
         )
     if not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder}: expected tokenizer.json in the tokenizer folder, found none")
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer(folder, parse_special)
     if tokenizer.eos_token_id is None:
         raise DataError(
-            f"{folder / 'tokenizer_config.json'}: expected an eos_token of the vocabulary, found none"
+            f"{folder / 'tokenizer_config.json'}: expected an eos_token of the vocabulary, found none; name "
+            'it there, such as "eos_token": "</s>"'
         )
     return tokenizer
 
 
-def convert_tokenizer(folder: str | Path, target: Path) -> None:
-    """Converts an older Hugging Face tokenizer folder into one with `tokenizer.json`, written to `target`."""
-    folder = Path(folder)
+def convert_tokenizer(folder: Path, target: Path) -> Path:
+    """Returns `folder`, or `target` with what transformers makes of one without `tokenizer.json` or EOS."""
+    has_file = (folder / "tokenizer.json").is_file()
+    if not folder.is_dir() or (has_file and "eos_token" in read_special_tokens(folder)):
+        return folder
     from transformers import AutoTokenizer
 
     try:
@@ -265,11 +286,58 @@ def convert_tokenizer(folder: str | Path, target: Path) -> None:
         # TOKENIZER_FILES lacks the files that several templates would be saved to
         several = isinstance(tokenizer.chat_template, dict)
         tokenizer.save_pretrained(str(target), save_jinja_files=not several)
+        if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer_config.json").exists():
+            _normalize_as_sentencepiece(folder / "tokenizer.model", target)
     except Exception as error:  # transformers raises many types of exception
         reason = reason_of(error)
         raise DataError(f"{folder}: expected a Hugging Face tokenizer folder, found: {reason}") from error
     if not (target / "tokenizer.json").is_file():
         raise DataError(f"{folder}: expected a tokenizer that has a fast form (tokenizer.json), found none")
+    return folder if has_file and "eos_token" not in read_special_tokens(target) else target
+
+
+def _normalize_as_sentencepiece(model: Path, target: Path) -> None:
+    """Gives a converted tokenizer the model's normalizer. Raises ValueError if ids still differ."""
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+    content: Any = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
+    content.ParseFromString(read_data(model))
+    rules = content.normalizer_spec
+    steps: list[dict[str, Any]] = []
+    if rules.precompiled_charsmap:
+        charsmap = base64.b64encode(rules.precompiled_charsmap).decode()
+        steps = [{"type": "NFC"}, {"type": "Precompiled", "precompiled_charsmap": charsmap}]
+    if rules.remove_extra_whitespaces:
+        steps.append({"type": "Replace", "pattern": {"Regex": "^ +| +$| +(?= )"}, "content": ""})
+    if rules.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": "▁"})
+    normalizer = {"type": "Sequence", "normalizers": [*steps, SPACE_SPLIT["normalizer"]]}
+    spec = read_object(target / "tokenizer.json") | {"normalizer": normalizer, "pre_tokenizer": None}
+    (target / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    pieces = [piece.piece.replace("▁", " ") for piece in content.pieces if piece.type in (1, 4)]
+    texts = [*pieces, " ".join(pieces)]
+    processor: Any = SentencePieceProcessor(model_file=str(model))
+    if processor.encode(texts) != Tokenizer(target).encode(texts):
+        raise ValueError(
+            "ids other than SentencePiece's; save it with the class of its model in transformers"
+        )
+
+
+def _without(spec: dict[str, Any], tokens: frozenset[str], digest: str) -> dict[str, Any]:
+    """Renames `tokens` in a tokenizer.json: models that look text up in their vocabulary would find them."""
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {renamed(key): renamed(entry) for key, entry in value.items()}
+        if isinstance(value, list):
+            return [renamed(entry) for entry in value]
+        return f"\0{digest}{value}" if isinstance(value, str) and value in tokens else value
+
+    model = spec["model"]
+    if "merges" in model:
+        merges = [merge for merge in model["merges"] if "".join(merge).replace(" ", "") not in tokens]
+        model = model | {"merges": merges}
+    return renamed(spec | {"model": model})
 
 
 def first_token(token: str, index: int) -> dict[str, Any]:

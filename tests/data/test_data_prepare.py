@@ -217,7 +217,7 @@ def test_a_text_for_which_memory_is_too_small_is_no_bad_record(
         raise MemoryError
 
     tokenizer = open_tokenizer(make_tokenizer(tmp_path / "t"))
-    monkeypatch.setattr(tokenizer, "_backend", SimpleNamespace(encode_batch_fast=exhausted))
+    monkeypatch.setattr(tokenizer, "_text_backend", SimpleNamespace(encode_batch_fast=exhausted))
     with pytest.raises(MemoryError):
         tokenizer.encode(["one"])
 
