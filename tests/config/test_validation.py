@@ -81,7 +81,10 @@ YARN, FOURFOLD = {"model__rope_type": "yarn"}, {"model__rope_factor": 4.0}
         ("optimizer.weight_decay", {"optimizer__weight_decay": float("inf")}),
         ("schedule.decay_steps", {"schedule__name": "wsd", "schedule__decay_steps": 1001}),
         ("training.max_grad_norm", {"training__max_grad_norm": -1.0}),
-        ("training.sequence_length", {"training__sequence_length": 40000}),
+        (
+            "training.sequence_length",
+            {"training__sequence_length": 40000, "model__max_position_embeddings": 32768},
+        ),
         ("training.micro_batch_size", {"training__micro_batch_size": 0}),
         ("checkpoint.resume", {"checkpoint__resume": "no/such/folder"}),
         ("checkpoint.start_from", {"checkpoint__start_from": "no/such/folder"}),
