@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.corpora import make_store
 from support.finished_runs import FinishedRun
 from support.launching import Finished, assert_same_tensors, checkpoint_tensors, run_options, train
 
@@ -98,6 +99,18 @@ def test_a_best_that_is_gone_or_over_other_batches_is_found_anew(
     for folder, more in ((gone, ()), (other, ("--evaluation.max_batches", "2"))):
         assert train(*options(plain_store, folder, *constant, *more)) == 0
         assert best(folder) == {"step": 8, "eval/loss": 3.0}
+
+
+@pytest.mark.parametrize("eval_steps", [1, 0])
+def test_validation_documents_that_a_source_trains_on_are_named(
+    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], eval_steps: int
+):
+    all_trained = make_store(tmp_path / "all", validation_fraction=0.0).path  # the documents of plain_store
+    sources = json.dumps([{"store": str(store)} for store in (plain_store, all_trained)])
+    settings = f"--data.sources|{sources}|--training.max_steps|2|--evaluation.eval_steps|{eval_steps}"
+    assert train(*options(plain_store, tmp_path / "run", *settings.split("|"))) == 0
+    line = f"are trained on in all; prepare {all_trained} again with --exclude {plain_store}"
+    assert (line in capsys.readouterr().err) == (eval_steps > 0)
 
 
 def test_a_path_to_resume_from_that_is_not_used_is_said(
