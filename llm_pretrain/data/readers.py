@@ -351,7 +351,7 @@ def _separated(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
     for chunk in chain(iter(partial(file.read, _CHUNK), b""), [separator]):
         *texts, rest = (rest + chunk).split(separator)
         yield from filter(None, (text.strip(b"\r\n") for text in texts))
-        rest = rest[: RECORD_BYTES + 1] + rest[RECORD_BYTES + 1 :][-len(separator) :]  # of too large a record
+        rest = rest[: 2 * RECORD_BYTES] + rest[2 * RECORD_BYTES :][-len(separator) :]  # is too large already
 
 
 def _delimited(

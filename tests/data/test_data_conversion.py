@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import pickle
 import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 from support.corpora import make_store, make_tokenizer
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data.conversion import convert
+from llm_pretrain.data.conversion import TokenType, convert
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.data.tokenizer_training import train_tokenizer
 from llm_pretrain.data.tokenizers import open_tokenizer
@@ -180,14 +183,22 @@ def token_file(*ids: int, times: int = 1, dtype: str = "<u2") -> bytes:
     return np.tile(np.array(ids, dtype=dtype), times).tobytes()
 
 
+def npy_file(ids: list) -> bytes:
+    np.save(file := io.BytesIO(), np.array(ids))
+    return file.getvalue()
+
+
 WRONG: dict[str, tuple[bytes | Callable[[Path], object], str]] = {
     "no file": (lambda path: None, "n.bin: expected a readable file"),
     "a pipe": (os.mkfifo, "n.bin: .* no plain file"),
-    "an odd number of bytes": (token_file(65, EOS)[:-1], "n.bin: expected uint16 token ids, an even number"),
+    "an odd number of bytes": (token_file(65, EOS)[:-1], "n.bin: expected 2 bytes for each uint16, found 3"),
     "an id too large": (token_file(65, 259, EOS), "expected token ids below vocab_size 259, found 259 at 1"),
     "too few for its header": (header(3) + b"\0\0", "expected 3 tokens as its header says, 1030 bytes"),
     "another version": (header(1, version=9) + b"\0\0", "found version 9"),
-    "int64": (token_file(65, 66, EOS, times=200, dtype="<i8"), "n.bin: .* wider numbers"),
+    "int64": (token_file(65, 66, EOS, dtype="<i8"), "n.bin: expected uint16 .*; use --dtype int64"),
+    "uint32": (token_file(65, 66, EOS, dtype="<u4"), "n.bin: expected uint16 .*; use --dtype uint32"),
+    "a .npy of floats": (npy_file([65.0, EOS]), "n.bin: expected integers .* found: float64 of shape"),
+    "a .npy cut short": (npy_file([65, EOS])[:-1], "n.bin: expected integers in one dimension, found"),
     "no document": (b"\x01\x01" * 3, "expected documents, found none"),
 }
 
@@ -205,6 +216,36 @@ def test_wrong_files_are_one_line_and_leave_nothing(tmp_path: Path, tokenizer: P
         convert([str(file)], tmp_path / "out", tokenizer=tokenizer)
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bytes", "files"]
+
+
+@pytest.mark.parametrize("dtype", get_args(TokenType))
+def test_a_type_that_is_named_is_read_and_another_is_refused(
+    tmp_path: Path, tokenizer: Path, dtype: TokenType
+):
+    ids = [65, 66, EOS, 67, EOS]
+    (tmp_path / "a.bin").write_bytes(token_file(*ids, dtype=dtype))
+    (tmp_path / "b.npy").write_bytes(npy_file(ids))
+    for name, options in (("b.npy", {}), ("a.bin", {"dtype": dtype})):
+        store = to_store([tmp_path / name], tmp_path / f"{name}-store", tokenizer, **options)
+        assert sorted(documents(store) + documents(store, "validation")) == [
+            [256, 65, 66, EOS],
+            [256, 67, EOS],
+        ]
+    for other in get_args(TokenType):
+        if np.dtype(other).itemsize > np.dtype(dtype).itemsize:
+            with pytest.raises(DataError, match=f"use --dtype {'u' * (dtype != 'int64')}int"):
+                to_store([tmp_path / "a.bin"], tmp_path / "out", tokenizer, dtype=other)
+
+
+def test_a_vocabulary_beyond_uint16_asks_for_the_type(tmp_path: Path, tokenizer: Path):
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    content["model"]["vocab"] |= {"<s>": 256, "</s>": EOS, "<pad>": 258}
+    content["model"]["vocab"] |= {f"word {index}": index for index in range(259, 70_000)}
+    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "a.bin").write_bytes(token_file(65, EOS))
+    with pytest.raises(DataError, match=r"ids of the tokenizer, which has 70000, .*; use --dtype uint16"):
+        to_store([tmp_path / "a.bin"], tmp_path / "s", tokenizer)
+    assert to_store([tmp_path / "a.bin"], tmp_path / "s", tokenizer, dtype="uint16").facts["dtype"] == "<u4"
 
 
 def test_wrong_options_are_one_line(tmp_path: Path, tokenizer: Path):

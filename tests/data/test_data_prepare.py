@@ -69,6 +69,41 @@ def test_an_empty_validation_split_gives_a_warning_unless_requested(
     assert ("no document is in the validation split" in capsys.readouterr().out) == warns
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_special_tokens_in_texts_are_counted_and_become_what_is_asked(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(prepare_module, "BATCH_BYTES", 4)
+    records = [{"text": "a<s>b</s>"}, {"prompt": "<pad>", "completion": "c"}, {"text": "d"}]
+    text = prepare(tmp_path / "text", records, workers=workers)
+    assert [len(ids) for ids, _ in text.split("train").iterate()] == [11, 8, 3]
+    tokens = prepare(tmp_path / "tokens", records, workers=workers, special_tokens="tokens")
+    bos, eos, pad = tokens.bos_token_id, tokens.eos_token_id, tokens.pad_token_id
+    found = [ids.tolist() for ids, _ in tokens.split("train").iterate()]
+    a, b, c, d = (ids[0] for ids in open_tokenizer(tokens.tokenizer_folder).encode("abcd"))
+    assert found == [[bos, a, bos, b, eos, eos], [bos, pad, c, eos], [bos, d, eos]]
+    for store, form, size in ((text, "text", 16), (tokens, "tokens", 4)):
+        assert (store.facts["special_tokens"], store.facts["special_tokens_in_texts"]) == (form, 3)
+        assert store.facts["splits"]["train"]["text_bytes"] == size
+        assert store.facts["altered_documents"] == 0
+
+
+def test_prepare_names_the_option_for_special_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a<s>b"}, {"text": "c"}])
+    tokenizer = make_tokenizer(tmp_path / "t")
+    command = [
+        "prepare",
+        "--input",
+        str(file),
+        "--tokenizer",
+        str(tokenizer),
+        "--output",
+        str(tmp_path / "s"),
+    ]
+    assert main(command) == 0
+    assert "special    1 tokens in texts, read as text (--special_tokens)" in capsys.readouterr().out
+
+
 def test_without_bos_the_eos_comes_first(tmp_path: Path):
     store = prepare(tmp_path, [{"text": "ab"}], bos=False)
     ids, _ = store.split("train").document(0)

@@ -197,6 +197,8 @@ def with_zeros(preparation: Preparation) -> Preparation:
 CHANGES: dict[str, Callable[[Preparation], Preparation]] = {
     "another order": lambda preparation: replace(preparation, input=preparation.input[::-1]),
     "an option": lambda preparation: replace(preparation, deduplicate=False),
+    "a form of special tokens": lambda preparation: replace(preparation, special_tokens="tokens"),
+    "a separator": lambda preparation: replace(preparation, document_separator="x"),
     "a tokenizer": with_another_tokenizer,
     "text, renamed": lambda preparation: with_other_text(preparation, shutil.move),
     "text, copied": lambda preparation: with_other_text(preparation, shutil.copy2),

@@ -8,6 +8,7 @@ import json
 import lzma
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -142,6 +143,21 @@ def test_another_column_is_asked_for_by_name(tmp_path: Path, name: str, content:
     with pytest.raises(DataError, match=rf"{name}: expected .*found id, content; .*--text_column"):
         documents(tmp_path / name)
     assert texts_of(tmp_path / name, text_column="content") == TEXTS
+
+
+def test_a_separator_cuts_text_files_also_between_two_reads(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(readers, "RECORD_BYTES", 40)
+    texts = ["one\n two", "three", "x" * 90, "four"]
+    (tmp_path / "a.txt").write_text("\n<|end|>\n".join(["", *texts, ""]))
+    (source,) = find_sources([str(tmp_path / "a.txt")])
+    for size in (1, 5, 1000):
+        monkeypatch.setattr(readers, "_CHUNK", size)
+        records = list(read_sources([replace(source, separator="<|end|>")]))
+        assert [record.line for record in records] == [1, 2, 3, 4]
+        assert [r.data.decode() for r in records if r.kind == "text"] == [t for t in texts if len(t) < 40]
+        assert [r.data.decode().split("\n")[0] for r in records if r.kind == "bad"] == ["record too large"]
+        after = list(read_sources([replace(source, separator="<|end|>")], after=(0, 2)))
+        assert after == records[2:]
 
 
 def test_columns_that_are_no_text_make_the_same_records_as_lines(tmp_path: Path):

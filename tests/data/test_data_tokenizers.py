@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import make_tokenizer
+import sentencepiece
+import tokenizers
+from support.corpora import make_texts, make_tokenizer
 from support.launching import ROOT
+from tokenizers import models, pre_tokenizers
 
+from llm_pretrain.data.chat import chat_prompt_ids
 from llm_pretrain.data.tokenizers import convert_tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError
 
@@ -155,6 +159,99 @@ def test_a_converted_tokenizer_keeps_its_template_for_tools(tmp_path: Path):
     convert_tokenizer(folder, tmp_path / "converted")
     converted = open_tokenizer(tmp_path / "converted")
     assert (converted.chat_template, converted.tool_template) == ("a", "b")
+
+
+SPECIAL = ["<unk>", "<s>", "</s>"]
+LETTERS = ["▁", *"ab<>/s"]
+PIECES = [(token, 0.0) for token in SPECIAL] + [(letter, -2.0) for letter in LETTERS]
+IDS = {token: index for index, token in enumerate([*SPECIAL, *LETTERS])}
+WORD_IDS = IDS | {f"##{letter}": len(IDS) + index for index, letter in enumerate(LETTERS)}
+MERGED = IDS | {"</": len(IDS), "</s": len(IDS) + 1}
+LOOK_UP: dict[str, tuple[Any, Any]] = {
+    "unigram": (models.Unigram(PIECES, 0, False), pre_tokenizers.Metaspace()),
+    "wordlevel": (models.WordLevel(IDS, "<unk>"), pre_tokenizers.WhitespaceSplit()),
+    "wordpiece": (models.WordPiece(WORD_IDS, unk_token="<unk>"), pre_tokenizers.WhitespaceSplit()),
+    "bpe, ignore_merges": (
+        models.BPE(IDS, [], unk_token="<unk>", ignore_merges=True),
+        pre_tokenizers.WhitespaceSplit(),
+    ),
+    "bpe, a merge": (models.BPE(MERGED, [("<", "/"), ("</", "s"), ("</s", ">")]), pre_tokenizers.Metaspace()),
+}
+
+
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize("name", LOOK_UP)
+def test_text_stays_text_for_every_kind(tmp_path: Path, name: str, added: bool):
+    folder = make_tokenizer(tmp_path / "t")
+    library = tokenizers.Tokenizer(LOOK_UP[name][0])
+    library.pre_tokenizer = LOOK_UP[name][1]
+    library.add_special_tokens(SPECIAL if added else [])
+    library.save(str(folder / "tokenizer.json"))
+    (folder / CONFIG).write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}))
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
+    tokenizer = open_tokenizer(folder)
+    texts = ["a </s> b", "</s>", "ab"]
+    unknown = {IDS["<unk>"]} if name == "wordlevel" else set()
+    for ids in tokenizer.encode(texts):
+        assert set(ids) & tokenizer.special_ids <= unknown
+    library.encode_special_tokens = True
+    assert tokenizer.encode(["ab"]) == [library.encode("ab", add_special_tokens=False).ids]
+    if added:
+        assert open_tokenizer(folder, parse_special=True).encode(["</s>"]) == [[IDS["</s>"]]]
+        ids = chat_prompt_ids(tokenizer, [{"role": "user", "content": "a </s>"}])
+        assert [index for index in ids if index in tokenizer.special_ids - unknown] == [1, 2]
+
+
+TEXTS = [
+    "plain text",
+    "  two  spaces ",
+    "full \uff21\u00bd",
+    "tab\t\r\nend",
+    "\U0001f600 \u5317",
+    "<s> </s>",
+    "",
+    " ",
+]
+TEXTS += ["\u1112\u1161\u11ab", "a\u0306\u0301"]
+
+
+@pytest.mark.parametrize("type", ["bpe", "unigram"])
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("rule", ["nmt_nfkc", "identity"])
+def test_a_lone_sentencepiece_model_keeps_its_ids(tmp_path: Path, type: str, prefix: bool, rule: str):
+    options = {"normalization_rule_name": rule, "remove_extra_whitespaces": rule != "identity"}
+    train_model(tmp_path / "m", model_type=type, add_dummy_prefix=prefix, byte_fallback=True, **options)
+    tokenizer = open_tokenizer(convert_tokenizer(tmp_path / "m", tmp_path / "t"))
+    model: Any = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m" / "tokenizer.model"))
+    assert tokenizer.encode(TEXTS) == model.encode(TEXTS)
+
+
+def test_a_sentencepiece_model_that_cannot_be_equalled_is_refused(tmp_path: Path):
+    train_model(tmp_path / "m", model_type="unigram", user_defined_symbols=["<sep>"])
+    with pytest.raises(DataError, match="found: ids other than SentencePiece's; save it with"):
+        convert_tokenizer(tmp_path / "m", tmp_path / "t")
+
+
+def train_model(folder: Path, **options: Any) -> None:
+    folder.mkdir()
+    with (folder / "tokenizer.model").open("wb") as file:
+        train: Any = sentencepiece.SentencePieceTrainer
+        texts = iter([*make_texts(60), *TEXTS] * 2)
+        options = {"vocab_size": 320, "hard_vocab_limit": False, "minloglevel": 3, **options}
+        train.train(sentence_iterator=texts, model_writer=file, **options)
+
+
+def test_gpt2s_folder_has_the_tokens_of_transformers(tmp_path: Path):
+    folder = make_tokenizer(tmp_path / "t")
+    content = (folder / "tokenizer.json").read_text().replace("</s>", "<|endoftext|>")
+    (folder / "tokenizer.json").write_text(content)
+    (folder / CONFIG).write_text('{"model_max_length": 1024}')
+    with pytest.raises(DataError, match="name it there"):
+        open_tokenizer(convert_tokenizer(folder, tmp_path / "none"))
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    tokenizer = open_tokenizer(convert_tokenizer(folder, tmp_path / "converted"))
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == 257
+    assert tokenizer.encode(["a b"]) == open_tokenizer(make_tokenizer(tmp_path / "u")).encode(["a b"])
 
 
 def test_a_tokenizer_folder_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
