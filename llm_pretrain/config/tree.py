@@ -545,8 +545,8 @@ class Config:
         sources = {"resume": None if resume in ("auto", "never") else resume, "start_from": start}
         for name, source in sources.items():
             if source is not None and not os.path.isdir(source) and not self._has_own_checkpoints(source):
-                kinds = "auto, never or a checkpoint's" if name == "resume" else "a checkpoint's or a run's"
-                yield f"checkpoint.{name}: expected {kinds} folder, found {source!r}"
+                words = "auto, never or " if name == "resume" else ""
+                yield f"checkpoint.{name}: expected {words}a checkpoint's folder, found {source!r}"
         if start is not None and (sources["resume"] or self.model.init_from):
             yield f"checkpoint.start_from: expected none with model.init_from or resume: PATH, found {start}"
         if self.training.spike_action == "rollback" and self.checkpoint.save_steps == 0:

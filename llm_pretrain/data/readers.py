@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from llm_pretrain.data.documents import (
     BROKEN,
@@ -132,9 +132,12 @@ def json_lines(index: int, name: str, lines: Iterable[bytes]) -> Iterator[RawRec
             yield RawRecord(name, line, data, "json", index)
 
 
-def json_file(index: int, name: str, file: Any) -> Iterator[RawRecord]:
-    """A .json file: an array of records, a record per line (as in many data sets), or a single record."""
-    if _head(file).startswith(b"["):
+def json_file(
+    index: int, name: str, file: Any, single: Literal["json", "text"] = "json"
+) -> Iterator[RawRecord]:
+    """A .json file: an array of records, a record per line (as in many data sets), or a `single` record."""
+    head = file.peek(_CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if head.startswith(b"["):
         return _elements(index, name, file)
     lines = lines_of(file)
     blank = 0
@@ -143,28 +146,15 @@ def json_file(index: int, name: str, file: Any) -> Iterator[RawRecord]:
     begin = [first, *islice(lines, 1)]
     if any(map(_is_json, begin)):  # two lines, since the first may be damaged
         return json_lines(index, name, chain(repeat(b"\n", blank), begin, lines))
-    whole = b"".join(begin)
-    whole += file.read(max(RECORD_BYTES + 1 - len(whole), 0))
-    return iter([RawRecord(name, 1, whole, "json", index)])
+    whole = b"".join(begin) + file.read(RECORD_BYTES + 1)
+    return iter([RawRecord(name, 1, whole, single, index)])
 
 
 def text_file(index: int, name: str, file: Any, _: str) -> Iterator[RawRecord]:
     """A file of any other name, such as part-00000: one text, unless it begins as JSON records do."""
-    head = _head(file)
-    if re.match(rb'\[\s*\{\s*"', head):
-        return _elements(index, name, file)
-    lines = lines_of(file)
-    begin = [*islice(lines, 2)] if head.startswith(b"{") else []
-    if any(map(_is_json, begin)):  # two lines, since the first may be damaged
-        return json_lines(index, name, chain(begin, lines))
-    whole = b"".join(begin)
-    whole += file.read(max(RECORD_BYTES + 1 - len(whole), 0))
-    return iter([RawRecord(name, 0, whole, "text", index)])
-
-
-def _head(file: Any) -> bytes:
-    """The first bytes of a file, without a byte order mark and blanks; they will be read again."""
-    return file.peek(_CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if re.match(rb'(\xef\xbb\xbf)?(\{|\[\s*\{\s*")', file.peek(_CHUNK)):
+        return json_file(index, name, file, "text")
+    return iter([RawRecord(name, 0, file.read(RECORD_BYTES + 1), "text", index)])
 
 
 def _is_json(line: bytes) -> bool:
@@ -393,10 +383,7 @@ def _record_of_row(index: int, name: str, line: int, fields: dict[str, str], tex
 
 
 FORMATS: dict[str, Callable[[int, str, BinaryIO, str], Iterator[RawRecord]]] = {
-    **{
-        suffix: lambda index, name, file, _: json_lines(index, name, lines_of(file))
-        for suffix in LINES_SUFFIXES
-    },
+    **dict.fromkeys(LINES_SUFFIXES, lambda index, name, file, _: json_lines(index, name, lines_of(file))),
     ".json": lambda index, name, file, _: json_file(index, name, file),
     ".csv": partial(_delimited, delimiter=","),
     ".tsv": partial(_delimited, delimiter="\t"),

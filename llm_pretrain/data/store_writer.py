@@ -139,14 +139,9 @@ class SplitWriter:
         self._shard_counts = list(state["shard_counts"])
         self._mask_carry = np.array(state["mask_carry"], dtype=np.bool_)
         kept = state["kept"]
-        known = {
-            "offsets.bin",
-            "hashes.bin",
-            *self._files,
-            *(["loss_mask.bin"] if kept["mask"] is not None else []),
-        }
         last = _shard_name(len(self._shard_counts) - 1)
-        known |= {last} if kept["shard"] is not None else set()
+        optional = {"loss_mask.bin": kept["mask"], last: kept["shard"]}
+        known = {"offsets.bin", "hashes.bin", *self._files, *(name for name in optional if optional[name])}
         for name, facts in self._files.items():
             if not (file := self._folder / name).is_file() or file.stat().st_size != facts["bytes"]:
                 raise StaleStateError(file)
