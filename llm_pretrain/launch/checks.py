@@ -262,14 +262,10 @@ def check_strategy(config: Config, distributed_type: str, world_size: int) -> No
 
 
 def read_accelerate_file(path: Path) -> dict[str, Any]:
-    """Settings of Accelerate's file; ConfigError if it cannot be read, or Accelerate would refuse it."""
-    from accelerate.commands.config.config_args import load_config_from_file
-
+    """Settings of Accelerate's file; ConfigError if it cannot be read or is no YAML mapping."""
     try:
         settings = read_yaml_file(path)
-        if isinstance(settings, dict):
-            load_config_from_file(str(path))  # as `accelerate launch`: it refuses unknown keys
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"--accelerate_config {path}: expected a YAML file, found: {reason_of(error)}"
         ) from error

@@ -109,13 +109,6 @@ def test_what_no_configuration_supports_is_told_without_one(text: str, found: st
     assert [found in line for line in lines] == ([True] if found else [])
 
 
-def test_a_file_that_accelerate_refuses_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    for text, found in (("MULTI_GPU\nfoo: 1", "unknown keys (['foo'])"), ("MULTI", "'MULTI' is not a valid")):
-        (tmp_path / "file.yaml").write_text(f"num_processes: 2\ndistributed_type: {text}\n")
-        assert main(["doctor", "--accelerate_config", str(tmp_path / "file.yaml")]) == 2
-        assert found in capsys.readouterr().err
-
-
 def test_disagreements_with_the_configuration():
     config = Config(training=TrainingConfig(precision="bf16", micro_batch_size=4, global_batch_size=16))
     base = "distributed_type: MULTI_GPU\nnum_processes: 2\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shlex
 import shutil
 import subprocess
@@ -178,7 +179,8 @@ def place(tmp_path, finished_run, monkeypatch) -> Path:
     """Where the command runs: weights of another tokenizer outside of a run, and files without sense."""
     outside = tmp_path / "outside"
     shutil.copytree(finished_run("dense").folder / "weights" / "step-00000004", outside)
-    (outside / "tokenizer.json").write_text((outside / "tokenizer.json").read_text() + " ")
+    spec = json.loads((outside / "tokenizer.json").read_text()) | {"normalizer": {"type": "Lowercase"}}
+    (outside / "tokenizer.json").write_text(json.dumps(spec))
     (tmp_path / "empty").mkdir()
     files = {"empty.txt": "", "open.yaml": "a: [1\n", "list.yaml": "- 1\n", "base.yaml": SMALL_BASE}
     for name, text in files.items():

@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_passed_over(source: Path, changed_store: Path, 
         (
             ["--checkpoint.start_from", "no/such"],
             2,
-            "checkpoint.start_from: expected a checkpoint's or a run's",
+            "checkpoint.start_from: expected a checkpoint's folder",
         ),
     ],
 )
