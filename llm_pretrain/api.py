@@ -86,7 +86,7 @@ def open_source(
             f"{chosen.vocab_size}; it is another model's tokenizer"
         )
     own = opened.tokenizer_folder
-    if own is not None and not Tokenizer(own).same_ids(chosen):
+    if own is not None and Tokenizer(own).hash != chosen.hash:
         print(f"warning: {folder} is not the tokenizer beside the model, {own}", file=sys.stderr)
     ends = _ids(opened.token_ids.get("eos_token_id")) or _ids(chosen.eos_token_id)
     starts = _ids(opened.token_ids.get("bos_token_id")) or _ids(chosen.bos_token_id) or ends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 
 from tqdm import tqdm
 
@@ -54,17 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prepare the store, with a progress bar on a terminal, and print its counts."""
     started = time.perf_counter()
-    with tqdm(
-        total=input_bytes([*arguments.input, *(arguments.validation_input or ())], arguments.split),
-        unit="B",
-        unit_scale=True,
-        disable=None,
-        leave=False,
-    ) as bar:
-        options = chosen(arguments, Preparation)
-        options["notice"] = lambda text: bar.write(f"notice     {printable(text)}")
-        preparation = Preparation(**options, progress=bar.update)
-        store = prepare_store(preparation)
+    preparation = Preparation(**chosen(arguments, Preparation))
+    total = input_bytes(preparation)
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        notice = lambda text: bar.write(f"notice     {printable(text)}")  # noqa: E731
+        store = prepare_store(replace(preparation, progress=bar.update, notice=notice))
     print(f"store      {printable(arguments.output)} in {time.perf_counter() - started:.1f} s")
     for name in ("train", "validation"):
         split = store.facts["splits"][name]

@@ -93,7 +93,8 @@ def _nanogpt_tokens(path: Path, tokenizer: Tokenizer, dtype: TokenType | None) -
         assumed = np.dtype(dtype or "uint16").newbyteorder("<")
         fitting = [name for name in get_args(TokenType) if _are_ids(head, size, name, tokenizer.vocab_size)]
         is_wide = fitting[:1] != ["uint16"] or tokenizer.vocab_size > 1 << 16
-        if fitting and (is_wide if dtype is None else dtype not in fitting):
+        is_narrow = size > 1 << 10 and assumed.itemsize < np.dtype(fitting[0] if fitting else "u2").itemsize
+        if fitting and (is_wide if dtype is None else dtype not in fitting or is_narrow):
             raise DataError(
                 f"{path}: expected {assumed.name} ids of the tokenizer, which has {tokenizer.vocab_size}, "
                 f"found a file that has them as {fitting[0]}; use --dtype {fitting[0]}"

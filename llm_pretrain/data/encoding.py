@@ -180,7 +180,8 @@ class Encoder:
                 digest = hashlib.sha256(digest + form).digest()
             keys.append(int.from_bytes(digest[8:16], "big"))
             text_bytes.append(len(text))
-            special.append(len(self._tokenizer.special_pattern.findall(document.text())))
+            written = "".join(part for part, _ in document.segments)
+            special.append(len(self._tokenizer.special_pattern.findall(written)))
             if hashes[-1] < self._threshold:
                 texts.append(text)
         tokens = np.array(ids, dtype=np.uint32)

@@ -212,9 +212,9 @@ def find_sources(
 
     A folder with a data set in splits, or a hub data set that names no split, gives only `split` (None:
     `train`, and the folder's validation split); `notice` gets what is left out. Validation sources, among
-    them `validation_inputs`, come first; their files are no others. Repeated files, under any name, and paths
-    that are not regular files get a `fault`. Raises DataError for a path that does not exist, a folder or
-    pattern without files, an archive, and a `split` that no input has.
+    them `validation_inputs`, come first, and are used for nothing else; `all` gives every file to training.
+    Repeated files, under any name, and paths that are not regular files get a `fault`. Raises DataError for a
+    path that does not exist, a folder or pattern without files, an archive, and a `split` that no input has.
     """
     sources = []
     for index, entry in enumerate([*inputs, *validation_inputs]):
@@ -237,12 +237,17 @@ def find_sources(
             raise DataError(
                 f"{source.name}: expected a file of documents, found a {source.format()} archive; unpack it"
             )
-    if split and not any(source.split or source.name.endswith(f":{split}") for source in sources):
+    if split not in (None, "all") and not any(
+        source.split or source.name.endswith(f":{split}") for source in sources
+    ):
         raise DataError(
             f"--split: expected an input with a split {split} (a folder with a data set in splits, or "
             f"{HUB_PREFIX}…), found none in {', '.join(inputs)}"
         )
-    return list(_without_repetition(sorted(sources, key=lambda source: not source.validation)))
+    found = list(_without_repetition(sorted(sources, key=lambda source: not source.validation)))
+    if all(source.validation for source in found):
+        raise DataError(f"{', '.join(inputs)}: expected other files than those for validation, found none")
+    return found
 
 
 def _with_status(source: Source, path: Path) -> Source:
@@ -317,7 +322,7 @@ def split_of(path: Path, *, is_folder: bool) -> str | None:
     """
     if is_folder:
         files = path.rglob("*") if path.name in _SPLITS else ()
-        has_data = any(f.is_file() and Source("", f, 0).format() in _DATA_SUFFIXES for f in files)
+        has_data = any(f.is_file() and Source("", f, 0).format() in _DATA_SUFFIXES[1:] for f in files)
         return _SPLITS[path.name] if has_data else None
     match = _SPLIT_FILE.fullmatch(path.name)
     return _SPLITS[match["split"]] if match else None
@@ -326,22 +331,24 @@ def split_of(path: Path, *, is_folder: bool) -> str | None:
 def _splits_in(folder: Path, folders: list[str], names: list[str], split: str) -> dict[str, str]:
     """Entry → split for the entries of a data set in splits; empty if `folder` holds none.
 
-    It is a `DatasetDict` that `save_to_disk` wrote, or has `split` and, besides it, another split or nothing.
-    Raises DataError for a `DatasetDict` without `split`.
+    It is a `DatasetDict` that `save_to_disk` wrote, or has several splits and fewer other files, or only
+    `split`. Raises DataError without `split`; a folder of files without `train` counts as none in splits.
     """
-    if "dataset_dict.json" in names:
+    if is_saved := "dataset_dict.json" in names:
         saved = [name for name in folders if (folder / name / "state.json").is_file()]
         found = {name: _SPLITS.get(name, name) for name in saved}
-        if found and split not in found.values():
-            raise DataError(
-                f"{folder}: expected a split {split}, found {', '.join(sorted(found))}; "
-                "name the folder of one, or choose it with prepare's --split"
-            )
-        return found
-    splits = {name: split_of(folder / name, is_folder=name in folders) for name in (*folders, *names)}
-    found = {name: of for name, of in splits.items() if of}
-    others = set(names) - found.keys() - {_CARD, *_DATASETS_NOTES}
-    return found if split in found.values() and (len({*found.values()}) > 1 or not others) else {}
+    else:
+        splits = {name: split_of(folder / name, is_folder=name in folders) for name in (*folders, *names)}
+        found = {name: of for name, of in splits.items() if of}
+        others = set(names) - found.keys() - {_CARD, *_DATASETS_NOTES}
+        if others and (len(others) >= len(found) or len({*found.values()}) == 1):
+            return {}
+    if found and split not in found.values() and (is_saved or split != TRAIN_SPLIT):
+        raise DataError(
+            f"{folder}: expected a split {split}, found {', '.join(sorted({*found.values()}))}; "
+            "name the file or folder of one, or choose it with prepare's --split"
+        )
+    return found if split in found.values() else {}
 
 
 def _saved_files(folder: Path) -> list[Path] | None:
@@ -382,7 +389,7 @@ def _visible_files(
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         names = [name for name in entries if not name.startswith(".")]
         inherited = splits.get(here)
-        if found := {} if inherited else _splits_in(here, folders, names, main):
+        if found := {} if inherited or split == "all" else _splits_in(here, folders, names, main):
             described |= {here, *here.parents}
             kept = {name for name, of in found.items() if of in wanted}
             left_out |= {here / name for name in {*names, *found} - kept}
@@ -396,10 +403,12 @@ def _visible_files(
     left_out |= {path for path in visible if path.name == _CARD and path.parent in described}
     visible += [Path(error.filename) for error in unlisted]
     read = [p for p in visible if not (p.name in _DATASETS_NOTES and p.parent in saved) and p not in left_out]
-    if names := sorted(p.relative_to(folder).as_posix() for p in left_out if p.name not in _DATASETS_NOTES):
+    names = sorted(p.relative_to(folder).as_posix() for p in left_out if p.name not in _DATASETS_NOTES)
+    if of := sorted({name for path in read if (name := splits.get(path))}):
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        of = " and ".join(sorted({name for path in read if (name := splits.get(path))}))
-        notice(f"{folder}: read {of}, left out {', '.join(names[:4])}{more}; see --split")
+        notice(
+            f"{folder}: read {' and '.join(of)}, left out {', '.join(names[:4]) or 'none'}{more}; see --split"
+        )
     return [(path, splits.get(path)) for path in sorted(read, key=lambda p: p.relative_to(folder).as_posix())]
 
 

@@ -158,7 +158,7 @@ def open_stores(config: Config) -> list[TokenStore]:
         )
     stores = [TokenStore(Path(source.store)) for source in config.data.sources]
     for k, store in enumerate(stores):
-        if not store.has_ids_of(stores[0]):
+        if store.tokenizer_hash != stores[0].tokenizer_hash:
             raise DataError(
                 f"data.sources[{k}].store: expected the tokenizer of {stores[0].path} "
                 f"({stores[0].tokenizer_hash[:12]}), found another in {store.path} "

@@ -151,9 +151,11 @@ def check_fraction(fraction: float) -> None:
         raise ConfigError(f"--validation_fraction: expected 0 ≤ fraction < 1, found {fraction}")
 
 
-def input_bytes(inputs: Sequence[str], split: str | None = None) -> int | None:
-    """Size of all records of `inputs`, or None if it is unknown before they are read."""
-    return _source_bytes(find_sources(inputs, split))
+def input_bytes(preparation: Preparation) -> int | None:
+    """Size of all records of the inputs, or None if it is unknown before they are read."""
+    return _source_bytes(
+        find_sources(preparation.input, preparation.split, preparation.validation_input or ())
+    )
 
 
 def _source_bytes(sources: Sequence[Source]) -> int | None:
@@ -303,7 +305,7 @@ class _Pass:
         threshold = self._thresholds[self._sources[origin.last[0]].validation]
         trained = batch.hashes >= np.uint64(threshold)
         excluded = trained & np.array([each in self._excluded for each in batch.hashes.tolist()], np.bool_)
-        if excluded.any():
+        if self._excluded:  # also of 0 documents: a store of other records excludes none
             self._totals.skipped[EXCLUDED] += int(excluded.sum())
             batch = batch.only(~excluded, threshold)
         duplicates = 0

@@ -150,9 +150,11 @@ def json_file(
     return iter([RawRecord(name, 1, whole, single, index)])
 
 
-def text_file(index: int, name: str, file: Any, _: str) -> Iterator[RawRecord]:
-    """A file of any other name, such as part-00000: one text, unless it begins as JSON records do."""
-    if re.match(rb'(\xef\xbb\xbf)?(\{|\[\s*\{\s*")', file.peek(_CHUNK)):
+def text_file(index: int, name: str, file: Any, text_column: str) -> Iterator[RawRecord]:
+    """A file of any other name, such as part-00000: one text, unless it begins as records in JSON do."""
+    keys = f"{re.escape(text_column)}|prompt|messages|conversations|segments|input_ids"
+    begin = rf'(\ufeff)?(\[\s*)?\{{.*?"({keys})"\s*:'.encode()
+    if re.match(begin, file.peek(_CHUNK), re.DOTALL):
         return json_file(index, name, file, "text")
     return iter([RawRecord(name, 0, file.read(RECORD_BYTES + 1), "text", index)])
 
@@ -330,7 +332,10 @@ def _records_of_file(index: int, source: Source, text_column: str) -> Iterator[R
             reader = FORMATS.get(source.format())
             if source.separator and reader is None:
                 for number, text in enumerate(_separated(file, source.separator.encode()), start=1):
-                    yield RawRecord(source.name, number, text, "text", index)
+                    if b"\0" in text:
+                        yield bad_record(source.name, number, NUL, "found one; is it text?", index)
+                    else:
+                        yield RawRecord(source.name, number, text, "text", index)
             else:
                 yield from (reader or text_file)(index, source.name, file, text_column)
 

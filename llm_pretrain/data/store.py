@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -175,12 +174,6 @@ class TokenStore:
             )
         return tokenizer
 
-    def has_ids_of(self, other: TokenStore) -> bool:
-        """Whether the tokenizers of both stores have the same ids for every text."""
-        with suppress(DataError):  # a file that does not belong to its store
-            return self.tokenizer_hash == other.tokenizer_hash or self.tokenizer().same_ids(other.tokenizer())
-        return False
-
     @property
     def tokenizer_digests(self) -> dict[str, str]:
         """Name → SHA-256 of each file of the tokenizer, as store.json lists them."""
@@ -324,8 +317,11 @@ def shared_documents(labels: Sequence[str], stores: Sequence[TokenStore]) -> lis
     lines = []
     for (label, store), (other, trained) in product(zip(labels, stores, strict=False), repeat=2):
         validation, train = store.split("validation").hashes, trained.split("train").hashes
-        train = train[train <= validation.max(initial=0)]  # few of them, where the split is by hash
-        if shared := int(np.count_nonzero(np.isin(validation, train))):
+        is_shared = np.zeros(len(validation), dtype=np.bool_)
+        for start in range(0, len(train), 1 << 24):  # not all at once: they are copied
+            some = train[start : start + (1 << 24)]
+            is_shared |= np.isin(validation, some[some <= validation.max(initial=0)])
+        if shared := int(np.count_nonzero(is_shared)):
             option = "--deduplicate" if trained is store else f"--exclude {store.path}"
             lines.append(
                 f"{shared} of {len(validation)} validation documents of {label} are trained on in {other}; "

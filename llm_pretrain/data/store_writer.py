@@ -337,7 +337,7 @@ class StoreWriter:
             "package_version": __version__,
             "dtype": self._dtype,
             "vocab_size": tokenizer.vocab_size,
-            "tokenizer_hash": files["tokenizer/tokenizer.json"]["sha256"],
+            "tokenizer_hash": tokenizer.hash,
             "special_ids": sorted(tokenizer.special_ids),
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": tokenizer.eos_token_id,

@@ -59,7 +59,7 @@ class Tokenizer:
     """A tokenizer folder with a `tokenizer.json`, opened for encoding.
 
     Text never becomes a special token (`</s>` inside a document stays text) unless `parse_special` is set.
-    Attributes: `folder`, `hash` (SHA-256 of `tokenizer.json`, which determines every id), `vocab_size`
+    Attributes: `folder`, `hash` (SHA-256 of what determines ids in `tokenizer.json`), `vocab_size`
     (highest id + 1), `kind` (the algorithm, in words), `special_ids`, `bos_token_id`, `eos_token_id`,
     `pad_token_id` (None if undefined), `chat_template` (Jinja, or None), `tool_template` (for
     conversations with tools; None if they use `chat_template`), `special_pattern` (matches special tokens
@@ -77,7 +77,7 @@ class Tokenizer:
             self._spec: dict[str, Any] = json.loads(data) | {"truncation": None, "padding": None}
             self._check_spec()
             self._backend = tokenizers.Tokenizer.from_str(json.dumps(self._spec))
-            self._open(hashlib.sha256(data).hexdigest())
+            self._open(hashlib.sha256(json.dumps(self._spec | {"post_processor": None}).encode()).hexdigest())
 
     @contextmanager
     def wrapped_errors(self) -> Iterator[None]:
@@ -195,10 +195,6 @@ class Tokenizer:
     def plain_text(self, text: str) -> str:
         """The text without what becomes special tokens."""
         return self.special_pattern.sub("", text) if self.parses_special else text
-
-    def same_ids(self, other: Tokenizer) -> bool:
-        """Whether both have the same ids for every text; post-processors only add special tokens."""
-        return {**self._spec, "post_processor": None} == {**other._spec, "post_processor": None}
 
     def files_with_first(self, first: int | None) -> dict[str, bytes]:
         """New content of the files by which readers put the token `first`, and no other, around a text.

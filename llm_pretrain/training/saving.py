@@ -492,7 +492,7 @@ def card_facts(
             for source, drawn, split in zip(config.data.sources, samples, splits, strict=True)
         ],
         tokenizer_size=stores[0].vocab_size,
-        tokenizer_hash=stores[0].tokenizer_hash,
+        tokenizer_hash=stores[0].tokenizer_digests["tokenizer.json"],
         has_chat_template=(stores[0].tokenizer_folder / "chat_template.jinja").is_file(),
         world_size=engine.world_size,
         versions={name: versions.get(name) for name in _VERSIONS},

@@ -64,7 +64,7 @@ def evaluate_stores(model: Decoder, tokenizer: Tokenizer, config: Config, split:
 
     stores = open_stores(config)
     for store in stores:
-        if store.tokenizer_hash != tokenizer.hash and not tokenizer.same_ids(store.tokenizer()):
+        if store.tokenizer_hash != tokenizer.hash:
             raise DataError(
                 f"{store.path}: expected a store of the model's tokenizer ({tokenizer.hash[:12]}), "
                 f"found another's ({store.tokenizer_hash[:12]}); prepare it with {tokenizer.folder}"
@@ -123,7 +123,7 @@ def evaluate_files(model: Decoder, tokenizer: Tokenizer, config: Config, inputs:
 
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "store"
-        prepared = Preparation(inputs, tokenizer.folder, path, validation_fraction=0.0)
+        prepared = Preparation(inputs, tokenizer.folder, path, validation_fraction=0.0, split="all")
         prepare_store(prepared)
         data = replace(config.data, sources=[SourceConfig(str(path))])
         return evaluate_stores(model, tokenizer, replace(config, data=data), "train")

@@ -336,8 +336,8 @@ class Trainer:
             console.warning(
                 f"transformers will not open the weights, llm_pretrain and perhaps GGUF will: {error}"
             )
-        labels = self.evaluator.labels if config.evaluation.eval_steps else []
-        shared = run_on_rank0(engine, lambda: shared_documents(labels, self.stores))
+        evaluated = [source.label for source in config.data.sources] if config.evaluation.eval_steps else []
+        shared = run_on_rank0(engine, lambda: shared_documents(evaluated, self.stores))
         for warning in [*self.evaluator.unseen_sources(), *shared]:
             console.warning(warning)
         for note in [*notes, *self.checkpoints.notes]:
