@@ -56,8 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prepare the store, with a progress bar on a terminal, and print its counts."""
     started = time.perf_counter()
     preparation = Preparation(**chosen(arguments, Preparation))
-    total = input_bytes(preparation)
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+    with tqdm(total=input_bytes(preparation), unit="B", unit_scale=True, disable=None, leave=False) as bar:
         notice = lambda text: bar.write(f"notice     {printable(text)}")  # noqa: E731
         store = prepare_store(replace(preparation, progress=bar.update, notice=notice))
     print(f"store      {printable(arguments.output)} in {time.perf_counter() - started:.1f} s")

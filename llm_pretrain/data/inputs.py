@@ -343,9 +343,10 @@ def _splits_in(folder: Path, folders: list[str], names: list[str], split: str) -
         others = set(names) - found.keys() - {_CARD, *_DATASETS_NOTES}
         if others and (len(others) >= len(found) or len({*found.values()}) == 1):
             return {}
-    if found and split not in found.values() and (is_saved or split != TRAIN_SPLIT):
+    is_set = is_saved or (split != TRAIN_SPLIT and len({*found.values()}) > 1)
+    if is_set and split not in found.values():
         raise DataError(
-            f"{folder}: expected a split {split}, found {', '.join(sorted({*found.values()}))}; "
+            f"{folder}: expected a split {split}, found {', '.join(sorted(found)[:4])}; "
             "name the file or folder of one, or choose it with prepare's --split"
         )
     return found if split in found.values() else {}

@@ -153,7 +153,7 @@ def json_file(
 def text_file(index: int, name: str, file: Any, text_column: str) -> Iterator[RawRecord]:
     """A file of any other name, such as part-00000: one text, unless it begins as records in JSON do."""
     keys = f"{re.escape(text_column)}|prompt|messages|conversations|segments|input_ids"
-    begin = rf'(\ufeff)?(\[\s*)?\{{.*?"({keys})"\s*:'.encode()
+    begin = rb'(\xef\xbb\xbf)?(\[\s*)?\{.*?"(' + keys.encode() + rb')"\s*:'
     if re.match(begin, file.peek(_CHUNK), re.DOTALL):
         return json_file(index, name, file, "text")
     return iter([RawRecord(name, 0, file.read(RECORD_BYTES + 1), "text", index)])

@@ -235,6 +235,10 @@ def test_a_type_that_is_named_is_read_and_another_is_refused(
         if np.dtype(other).itemsize > np.dtype(dtype).itemsize:
             with pytest.raises(DataError, match=f"use --dtype {'u' * (dtype != 'int64')}int"):
                 to_store([tmp_path / "a.bin"], tmp_path / "out", tokenizer, dtype=other)
+    if dtype != "uint16":  # whose halves are ids too: every second one is 0
+        (tmp_path / "a.bin").write_bytes(token_file(*ids * 100, dtype=dtype))
+        with pytest.raises(DataError, match="expected uint16 ids of the tokenizer"):
+            to_store([tmp_path / "a.bin"], tmp_path / "out", tokenizer, dtype="uint16")
 
 
 def test_a_vocabulary_beyond_uint16_asks_for_the_type(tmp_path: Path, tokenizer: Path):

@@ -147,15 +147,16 @@ def test_another_column_is_asked_for_by_name(tmp_path: Path, name: str, content:
 
 def test_a_separator_cuts_text_files_also_between_two_reads(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(readers, "RECORD_BYTES", 40)
-    texts = ["one\n two", "three", "x" * 90, "four"]
+    texts = ["one\n two", "three", "x" * 90, "a\0b", "four"]
     (tmp_path / "a.txt").write_text("\n<|end|>\n".join(["", *texts, ""]))
     (source,) = find_sources([str(tmp_path / "a.txt")])
     for size in (1, 5, 1000):
         monkeypatch.setattr(readers, "_CHUNK", size)
         records = list(read_sources([replace(source, separator="<|end|>")]))
-        assert [record.line for record in records] == [1, 2, 3, 4]
-        assert [r.data.decode() for r in records if r.kind == "text"] == [t for t in texts if len(t) < 40]
-        assert [r.data.decode().split("\n")[0] for r in records if r.kind == "bad"] == ["record too large"]
+        assert [record.line for record in records] == [1, 2, 3, 4, 5]
+        assert [r.data.decode() for r in records if r.kind == "text"] == ["one\n two", "three", "four"]
+        causes = [r.data.decode().split("\n")[0] for r in records if r.kind == "bad"]
+        assert causes == ["record too large", "NUL byte"]
         after = list(read_sources([replace(source, separator="<|end|>")], after=(0, 2)))
         assert after == records[2:]
 
@@ -263,9 +264,7 @@ def test_of_saved_splits_only_train_or_the_chosen_one_is_read(tmp_path: Path):
     assert texts_of(tmp_path / "saved" / "test") == ["held out"]
     assert texts_of(tmp_path) == texts_of(tmp_path / "save*") == TEXTS  # also in a folder, and by a pattern
     save(tmp_path / "other", dev=TEXTS, test=["held out"])
-    with pytest.raises(
-        DataError, match="expected a split train, found dev, test; name the folder of one, or"
-    ):
+    with pytest.raises(DataError, match="expected a split train, found dev, test; name the file or folder"):
         texts_of(tmp_path / "other")
     [chosen] = find_sources([str(tmp_path / "saved")], "test")
     assert chosen.path is not None
@@ -304,6 +303,16 @@ def test_of_a_folder_with_splits_only_train_is_trained_on(tmp_path: Path, layout
     assert names(None, validation=True) == [validation]
     assert names("test") == sorted([other, test])
     assert names("validation") == sorted([other, validation])
+    assert set(names("all")) == {train, validation, test, other, "README.md"}
+    (tmp_path / validation).unlink()
+    with pytest.raises(DataError, match="expected a split validation, found "):
+        find_sources([str(tmp_path / other)], None, [str(tmp_path)])
+
+
+def test_validation_inputs_that_leave_nothing_to_train_on_are_refused(tmp_path: Path):
+    file = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}]))
+    with pytest.raises(DataError, match="expected other files than those for validation, found none"):
+        find_sources([file], None, [file])
 
 
 @pytest.mark.parametrize(
@@ -313,6 +322,8 @@ def test_of_a_folder_with_splits_only_train_is_trained_on(tmp_path: Path, layout
         ["a.txt", "train.txt"],
         ["test.py", "train.py"],
         ["b.py", "test/a.py", "train/a.py"],
+        ["b.c", "test/Makefile", "train/Makefile"],
+        ["a1.txt", "a2.txt", "a3.txt", "blood-test.txt", "night-train.txt"],
     ],
 )
 def test_documents_that_are_named_like_a_split_are_read(tmp_path: Path, names: list[str]):
@@ -334,7 +345,7 @@ def test_json_is_never_text(tmp_path: Path, name: str):
 
 
 def test_prose_that_begins_like_json_is_text(tmp_path: Path):
-    for text in ("{ a brace }\nand\n", "[1] a note\n", '{\n "cells": []\n}\n'):
+    for text in ("{ a brace }\nand\n", "[1] a note\n", '{\n "cells": []\n}\n', '{"type": "Feature"}\n'):
         (tmp_path / "a.txt").write_text(text)
         assert texts_of(tmp_path / "a.txt") == [text]
 
