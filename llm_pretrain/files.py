@@ -8,6 +8,7 @@ folder's files; a folder with any other file is kept. A single file has a mark i
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -58,6 +59,12 @@ def expand_paths(value: Any, name: str = "") -> Any:
         if unset := re.match("~[^/]*", path) or re.search(r"\$(\w+|{\w+})", path):
             raise ConfigError(f"{name}: expected a value of {unset[0]}, found none for {value}; write it out")
     return type(value)(path)
+
+
+def ids_digest(spec: Mapping[str, Any]) -> str:
+    """SHA-256 of what determines ids in the content of a tokenizer.json; other entries add or cut tokens."""
+    others = dict.fromkeys(("truncation", "padding", "post_processor"))
+    return hashlib.sha256(json.dumps({**spec, **others}, sort_keys=True).encode()).hexdigest()
 
 
 def prepare_streams() -> None:

@@ -21,10 +21,11 @@ from llm_pretrain.checkpoints.opening import CheckpointTensors, is_checkpoint
 from llm_pretrain.checkpoints.weights import saved_names
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import weight_changes_fingerprint
+from llm_pretrain.data.tokenizers import Tokenizer
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 from llm_pretrain.export.config_json import huggingface_config, native_config
 from llm_pretrain.export.huggingface import TensorFiles, read_config, to_huggingface
-from llm_pretrain.files import read_marker, read_object, read_plain
+from llm_pretrain.files import read_marker, read_object
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.ema import average_name
 from llm_pretrain.runs.rows import read_rows
@@ -178,7 +179,7 @@ def _check_weights(check: Check, run: RunFiles, path: Path) -> None:
     _check_tensors(check, run, path, step)
     if run.fingerprints is not None:
         expected = run.fingerprints["tokenizer"]
-        found = hashlib.sha256(read_plain(path / "tokenizer.json")).hexdigest()
+        found = Tokenizer(path).hash
         if found != expected:
             check.fail(
                 f"tokenizer.json: expected the stores' tokenizer ({expected[:12]}), found {found[:12]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.errors import CheckpointError, PretrainError
 from llm_pretrain.export.huggingface import load_pretrained, read_config
-from llm_pretrain.files import object_or_empty, open_safetensors, read_plain
+from llm_pretrain.files import ids_digest, object_or_empty, open_safetensors
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import configured_kernels
 from llm_pretrain.text import reason_of
@@ -225,11 +224,8 @@ def _tokenizer_of(folder: Path, run: Config, digest: str | None) -> Path | None:
     exported = [*reversed(committed_folders(folder / "weights").values()), folder / "weights" / "best"]
     stores = [Path(source.store) / "tokenizer" for source in run.data.sources[:1]]
     for candidate in [*stores, *exported]:
-        try:
-            found = hashlib.sha256(read_plain(candidate / "tokenizer.json")).hexdigest()
-        except OSError:
-            continue
-        if digest in (None, found):
+        spec = object_or_empty(candidate / "tokenizer.json")
+        if spec and digest in (None, ids_digest(spec)):
             return candidate
     return None
 

@@ -237,9 +237,7 @@ def find_sources(
             raise DataError(
                 f"{source.name}: expected a file of documents, found a {source.format()} archive; unpack it"
             )
-    if split not in (None, "all") and not any(
-        source.split or source.name.endswith(f":{split}") for source in sources
-    ):
+    if split and split != "all" and not any(s.split or s.name.endswith(f":{split}") for s in sources):
         raise DataError(
             f"--split: expected an input with a split {split} (a folder with a data set in splits, or "
             f"{HUB_PREFIX}…), found none in {', '.join(inputs)}"
@@ -406,10 +404,8 @@ def _visible_files(
     read = [p for p in visible if not (p.name in _DATASETS_NOTES and p.parent in saved) and p not in left_out]
     names = sorted(p.relative_to(folder).as_posix() for p in left_out if p.name not in _DATASETS_NOTES)
     if of := sorted({name for path in read if (name := splits.get(path))}):
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        notice(
-            f"{folder}: read {' and '.join(of)}, left out {', '.join(names[:4]) or 'none'}{more}; see --split"
-        )
+        shown = ", ".join(names[:4] or ["none"]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        notice(f"{folder}: read {' and '.join(of)}, left out {shown}; see --split")
     return [(path, splits.get(path)) for path in sorted(read, key=lambda p: p.relative_to(folder).as_posix())]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llm_pretrain.errors import DataError
-from llm_pretrain.files import read_chat_template, read_data, read_object, read_special_tokens
+from llm_pretrain.files import ids_digest, read_chat_template, read_data, read_object, read_special_tokens
 from llm_pretrain.text import reason_of
 
 TOKENIZER_FILES = (
@@ -77,7 +76,7 @@ class Tokenizer:
             self._spec: dict[str, Any] = json.loads(data) | {"truncation": None, "padding": None}
             self._check_spec()
             self._backend = tokenizers.Tokenizer.from_str(json.dumps(self._spec))
-            self._open(hashlib.sha256(json.dumps(self._spec | {"post_processor": None}).encode()).hexdigest())
+            self._open(ids_digest(self._spec))
 
     @contextmanager
     def wrapped_errors(self) -> Iterator[None]:
