@@ -127,7 +127,8 @@ TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
 
 _SPLITS = {name: name for name in (TRAIN_SPLIT, VALIDATION_SPLIT, "test")}
 _SPLITS |= dict.fromkeys(("valid", "val", "dev"), VALIDATION_SPLIT)
-_DATA_SUFFIXES = ("", ".txt", ".json", ".csv", ".tsv", *LINES_SUFFIXES, *TABLE_SUFFIXES)
+_SPLITS |= {"training": TRAIN_SPLIT} | dict.fromkeys(("testing", "eval", "evaluation"), "test")
+_DATA_SUFFIXES = ("", ".txt", ".raw", ".tokens", ".json", ".csv", ".tsv", *LINES_SUFFIXES, *TABLE_SUFFIXES)
 _SPLIT_FILE = re.compile(
     rf"([^/]+[-_.])?(?P<split>{'|'.join(_SPLITS)})([-_.]\d+(-of-\d+(-[0-9a-f]{{16}})?)?)?"
     rf"({'|'.join(_DATA_SUFFIXES)})({'|'.join(COMPRESSIONS)})?".replace(".", r"\.")

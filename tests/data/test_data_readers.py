@@ -281,6 +281,8 @@ LAYOUTS = {
     "hub": ["data/train-00000-of-00001-0123456789abcdef.jsonl", "data/validation-00000-of-00001.jsonl"],
     "files": ["train.jsonl.gz", "val.csv"],
     "named": ["wiki-train.jsonl", "wiki-valid.jsonl"],
+    "wikitext": ["wiki.train.raw", "wiki.valid.raw"],
+    "training": ["training.jsonl", "validation.jsonl"],
     "folders": ["train/a/part-0.jsonl", "dev/b.jsonl"],
 }
 
