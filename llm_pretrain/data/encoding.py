@@ -155,6 +155,7 @@ class Encoder:
         lengths, hashes, keys, text_bytes, texts, special = [], [], [], [], [], []
         for document in documents:
             start = len(ids)
+            written = "".join(part for part, _ in document.segments)
             if document.input_ids is not None:
                 ids += document.input_ids
                 mask.append(np.array(document.loss_mask, dtype=np.bool_))
@@ -170,8 +171,8 @@ class Encoder:
                     mask.append(np.full(len(segment), loss))
                 ids.append(last)
                 mask.append(np.ones(1, dtype=np.bool_))
-                content = document.text().encode("utf-8")
-                text = self._tokenizer.plain_text(document.text()).encode("utf-8")
+                content = written.encode("utf-8")
+                text = self._tokenizer.plain_text(written).encode("utf-8")
                 form = _form(document)
             lengths.append(len(ids) - start)
             digest = hashlib.sha256(content).digest()
@@ -180,7 +181,6 @@ class Encoder:
                 digest = hashlib.sha256(digest + form).digest()
             keys.append(int.from_bytes(digest[8:16], "big"))
             text_bytes.append(len(text))
-            written = "".join(part for part, _ in document.segments)
             special.append(len(self._tokenizer.special_pattern.findall(written)))
             if hashes[-1] < self._threshold:
                 texts.append(text)

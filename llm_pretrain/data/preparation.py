@@ -303,9 +303,9 @@ class _Pass:
 
     def _add(self, batch: EncodedBatch, origin: Origin) -> None:
         threshold = self._thresholds[self._sources[origin.last[0]].validation]
-        trained = batch.hashes >= np.uint64(threshold)
-        excluded = trained & np.array([each in self._excluded for each in batch.hashes.tolist()], np.bool_)
-        if self._excluded:  # also of 0 documents: a store of other records excludes none
+        if self._excluded:  # counts 0 documents too: a store of other records excludes none
+            known = np.array([each in self._excluded for each in batch.hashes.tolist()], np.bool_)
+            excluded = known & (batch.hashes >= np.uint64(threshold))
             self._totals.skipped[EXCLUDED] += int(excluded.sum())
             batch = batch.only(~excluded, threshold)
         duplicates = 0
