@@ -14,7 +14,8 @@ EXAMPLES = """formats, which a file's header tells apart:
            be those of --tokenizer (read without running what a pickle may contain)
   llm.c    the same with the header of llm.c and modded-nanogpt, of uint16 or uint32
 
-Files with `val` in their names are the validation split. Without any, documents are split by their hash.
+Files with `val`, `valid` or `dev` in their names are the validation split (without any, documents are chosen
+by hash); those with `test` or `eval` are left out beside files to train on.
 
 examples:
   llm-pretrain convert --from nanogpt --input train.bin val.bin --tokenizer gpt2/ --output data/stores/web
@@ -39,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"added      {report.first_tokens_added:,} first tokens, one to each document that lacked it")
     if report.empty_documents:
         print(f"left out   {report.empty_documents:,} × empty document")
+    for name in report.left_out:
+        print(f"left out   {printable(name)}, by its name for tests")
     for name in report.unended:
         print(f"warning    {printable(name)}: not one end of a document in it; is this its tokenizer?")
     return 0

@@ -18,6 +18,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from llm_pretrain.data.inputs import SPLITS
 from llm_pretrain.data.preparation import HASHES, ZlibRate, check_fraction, fitting_threshold
 from llm_pretrain.data.store import check_ids
 from llm_pretrain.data.store_writer import StoreWriter
@@ -91,7 +92,7 @@ def _nanogpt_tokens(path: Path, tokenizer: Tokenizer, dtype: TokenType | None) -
     magics = {magic for magic, _ in _HEADERS}
     if header[0] not in magics:
         assumed = np.dtype(dtype or "uint16").newbyteorder("<")
-        fitting = [name for name in get_args(TokenType) if _are_ids(head, size, name, tokenizer.vocab_size)]
+        fitting = [name for name in get_args(TokenType) if _are_ids(head, name, tokenizer.vocab_size)]
         is_wide = fitting[:1] != ["uint16"] or tokenizer.vocab_size > 1 << 16
         is_narrow = size > 1 << 10 and assumed.itemsize < np.dtype(fitting[0] if fitting else "u2").itemsize
         if fitting and (is_wide if dtype is None else dtype not in fitting or is_narrow):
@@ -115,11 +116,11 @@ def _nanogpt_tokens(path: Path, tokenizer: Tokenizer, dtype: TokenType | None) -
     return np.memmap(path, dtype=of_header, mode="r", offset=_HEADER_BYTES)
 
 
-def _are_ids(head: bytes, size: int, dtype: TokenType, vocab_size: int) -> bool:
-    """Whether a file of `size` bytes can be ids of `dtype`; two ids that are read as one are too large."""
+def _are_ids(head: bytes, dtype: TokenType, vocab_size: int) -> bool:
+    """Whether a file that begins with `head` can be ids of `dtype`; two ids read as one are too large."""
     width = np.dtype(dtype).itemsize
     ids = np.frombuffer(head[: len(head) // width * width], np.dtype(dtype).newbyteorder("<"))
-    return len(ids) > 0 and not size % width and ids.min() >= 0 and ids.max() < vocab_size
+    return len(ids) > 0 and ids.min() >= 0 and ids.max() < vocab_size
 
 
 _PLAIN_PICKLE = re.compile(
@@ -159,7 +160,7 @@ def read_characters(inputs: Sequence[str]) -> dict[Path, list[str]]:
     return found
 
 
-_VALIDATION = re.compile(r"(^|[_.-])val(id(ation)?)?([_.-]|$)")
+_OF_SPLIT = re.compile(rf"(.*[_.-])?({'|'.join(SPLITS)})([_.\d-].*)?", re.IGNORECASE)
 
 
 def find_tokenizer(inputs: Sequence[str]) -> Path | None:
@@ -175,7 +176,7 @@ def find_tokenizer(inputs: Sequence[str]) -> Path | None:
 class ConversionReport:
     """Counts of a conversion: `documents` and `tokens` written per split, `tokens_read`,
     `first_tokens_added`, `empty_documents` left out. `unended` names files that have no end of a
-    document; each of them became one document."""
+    document, and each of them became one; `left_out` those of a test split."""
 
     documents: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
@@ -183,6 +184,7 @@ class ConversionReport:
     first_tokens_added: int = 0
     empty_documents: int = 0
     unended: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 def convert(
@@ -251,7 +253,8 @@ def _convert(inputs: Sequence[str], output: Path, reader: _Reader, fraction: flo
         hashing = _Reader(tokenizer, ConversionReport())
         threshold = _threshold(hashing, splits["all"], fraction)
     if not known:
-        report.unended += _unended(splits, tokenizer)
+        files = [f for each in splits.values() for f in each if len(f.offsets) == 2]
+        report.unended += [file.name for file in files if int(file.tokens[-1]) != tokenizer.eos_token_id]
     pieces, piece_bytes, packed = tokenizer.token_pieces(), tokenizer.token_bytes(), ZlibRate()
     with StoreWriter(output, tokenizer) as store:
         for name, files in splits.items():
@@ -274,6 +277,7 @@ def _convert(inputs: Sequence[str], output: Path, reader: _Reader, fraction: flo
             )
         store.commit(
             {
+                "converted": True,
                 "inputs": [Path(name).name for name in inputs],
                 "validation_fraction": None if threshold is None else fraction,
                 "on_error": "fail",
@@ -282,12 +286,6 @@ def _convert(inputs: Sequence[str], output: Path, reader: _Reader, fraction: flo
                 "zlib_bits_per_byte": packed.bits_per_byte(),
             }
         )
-
-
-def _unended(splits: dict[str, list[DocumentFile]], tokenizer: Tokenizer) -> list[str]:
-    """Names the files that have no end of a document."""
-    files = [file for files in splits.values() for file in files]
-    return [f.name for f in files if len(f.offsets) == 2 and int(f.tokens[-1]) != tokenizer.eos_token_id]
 
 
 @dataclass(frozen=True)
@@ -331,21 +329,23 @@ class _Reader:
         self.has_text = not self._is_text.any()
 
     def open_splits(self, inputs: Sequence[str]) -> dict[str, list[DocumentFile]]:
-        """Returns {"train": …, "validation": …} if the file names tell two splits apart, else {"all": …}.
+        """Returns {"train": …, "validation": …} if the file names tell these apart, else {"all": …}.
 
-        A folder stands for its `.bin` and `.npy` files, by name. Raises DataError like `open_nanogpt`.
+        A folder stands for its `.bin` and `.npy` files, by name; those named as a test split are left out
+        where there are others. Raises DataError like `open_nanogpt`.
         """
-        found: dict[str, list[DocumentFile]] = {"train": [], "validation": []}
+        found: dict[str, list[DocumentFile]] = {"train": [], "validation": [], "test": []}
         for entry in map(Path, inputs):
             paths = sorted([*entry.glob("*.bin"), *entry.glob("*.npy")]) if entry.is_dir() else [entry]
             if not paths:
                 raise DataError(f"{entry}: expected a folder with .bin or .npy files, found none in it")
             for path in paths:
-                split = "validation" if _VALIDATION.search(path.name) else "train"
+                match = _OF_SPLIT.fullmatch(path.stem)
+                split = SPLITS[match[2].lower()] if match else "train"
                 found[split].append(open_nanogpt(path, self.tokenizer, self._dtype))
-        if found["train"] and found["validation"]:
-            return found
-        return {"all": found["train"] + found["validation"]}
+        if found["train"]:
+            self.report.left_out += [file.name for file in found.pop("test")]
+        return found if all(found.values()) else {"all": [file for each in found.values() for file in each]}
 
     def batches(self, files: Sequence[DocumentFile]) -> Iterator[_Batch]:
         for file in files:

@@ -125,13 +125,14 @@ LINES_SUFFIXES = (".jsonl", ".ndjson", ".jl", ".jsonlines")
 TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
 """The split to read from a data set unless the user asks for another, and its validation split."""
 
-_SPLITS = {name: name for name in (TRAIN_SPLIT, VALIDATION_SPLIT, "test")}
-_SPLITS |= dict.fromkeys(("valid", "val", "dev"), VALIDATION_SPLIT)
-_SPLITS |= {"training": TRAIN_SPLIT} | dict.fromkeys(("testing", "eval", "evaluation"), "test")
+SPLITS = {name: name for name in (TRAIN_SPLIT, VALIDATION_SPLIT, "test")}
+SPLITS |= dict.fromkeys(("valid", "val", "dev"), VALIDATION_SPLIT)
+SPLITS |= {"training": TRAIN_SPLIT} | dict.fromkeys(("testing", "eval", "evaluation", "holdout"), "test")
 _DATA_SUFFIXES = ("", ".txt", ".raw", ".tokens", ".json", ".csv", ".tsv", *LINES_SUFFIXES, *TABLE_SUFFIXES)
-_SPLIT_FILE = re.compile(
-    rf"([^/]+[-_.])?(?P<split>{'|'.join(_SPLITS)})([-_.]\d+(-of-\d+(-[0-9a-f]{{16}})?)?)?"
-    rf"({'|'.join(_DATA_SUFFIXES)})({'|'.join(COMPRESSIONS)})?".replace(".", r"\.")
+_SPLIT_ENTRY = re.compile(
+    rf"(?i)([^/]+[-_.])?(?P<split>{'|'.join(SPLITS)})\d*"
+    r"([-_.]((split|set|data|part|shard|chunk|of)?\d*|\d+k|[0-9a-f]{16}|[a-z]{2,3}(?=[-_.])))*"
+    rf"({'|'.join(map(re.escape, _DATA_SUFFIXES))})({'|'.join(map(re.escape, COMPRESSIONS))})?"
 )
 
 _STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -139,7 +140,7 @@ _ARCHIVES = {".zip", ".tar", ".tgz", ".7z", ".rar"}
 _DATASETS_NOTES = {"dataset_info.json", "state.json", "dataset_dict.json"}
 """Metadata that the `datasets` library writes beside its .arrow files."""
 _CARD = "README.md"
-_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://.*", re.DOTALL)
+_ADDRESS = re.compile(r"([a-zA-Z][\w+.-]*)://.*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,15 +317,14 @@ def _files_of(
 def split_of(path: Path, *, is_folder: bool) -> str | None:
     """The split that an entry of a data set's folder is named after, or None.
 
-    It is `train` for `train.jsonl.gz`, `wiki-train-00000-of-00002.arrow`, and for `train/` with data in it,
-    and `validation` for `val.csv`. Source code, such as `train.py`, is in no split.
+    It is `train` for `train.jsonl.gz`, `wiki-train-00000-of-00002.arrow`, `train.en.jsonl`, and `train/` with
+    data in it. Source code, such as `train.py`, is in no split.
     """
-    if is_folder:
-        files = path.rglob("*") if path.name in _SPLITS else ()
-        has_data = any(f.is_file() and Source("", f, 0).format() in _DATA_SUFFIXES[1:] for f in files)
-        return _SPLITS[path.name] if has_data else None
-    match = _SPLIT_FILE.fullmatch(path.name)
-    return _SPLITS[match["split"]] if match else None
+    match = _SPLIT_ENTRY.fullmatch(path.name)
+    if match and is_folder:
+        files = (file for file in path.rglob("*") if file.is_file())
+        match = any(Source("", file, 0).format() in _DATA_SUFFIXES[1:] for file in files) and match
+    return SPLITS[match["split"].lower()] if match else None
 
 
 def _splits_in(folder: Path, folders: list[str], names: list[str], split: str) -> dict[str, str]:
@@ -335,7 +335,7 @@ def _splits_in(folder: Path, folders: list[str], names: list[str], split: str) -
     """
     if is_saved := "dataset_dict.json" in names:
         saved = [name for name in folders if (folder / name / "state.json").is_file()]
-        found = {name: _SPLITS.get(name, name) for name in saved}
+        found = {name: SPLITS.get(name, name) for name in saved}
     else:
         splits = {name: split_of(folder / name, is_folder=name in folders) for name in (*folders, *names)}
         found = {name: of for name, of in splits.items() if of}
@@ -377,7 +377,7 @@ def _visible_files(
     unlisted: list[OSError] = []
     splits: dict[Path, str | None] = {}
     described: set[Path] = set()
-    main = _SPLITS.get(split or TRAIN_SPLIT, split or TRAIN_SPLIT)
+    main = SPLITS.get(split or TRAIN_SPLIT, split or TRAIN_SPLIT)
     wanted = {main, VALIDATION_SPLIT} if main == TRAIN_SPLIT else {main}
     seen = {*folder.resolve().parents}
     for parent, folders, entries in os.walk(folder, onerror=unlisted.append, followlinks=True):

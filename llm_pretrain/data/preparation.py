@@ -233,13 +233,13 @@ class _Pass:
         self._thresholds = {False: threshold, True: HASHES - 1}  # by Source.validation
         state = work.state
         saved = state or {"totals": None, "splits": None, "last": (0, -1), "bytes": 0}
-        self._totals = Totals(work.folder, len(preparation.inputs), saved["totals"])
         self._excluded: set[int] = set()
         for path in preparation.exclude or ():
-            split = TokenStore(path).split("validation")
-            if len(split.hashes) != split.documents:
-                raise DataError(f"{path}: expected a store with hashes.bin, found none; prepare it again")
-            self._excluded.update(split.hashes.tolist())
+            store = TokenStore(path)
+            if store.facts.get("converted"):
+                raise DataError(f"{path}: expected a store of prepare, found ids that convert took over")
+            self._excluded.update(store.split("validation").hashes.tolist())
+        self._totals = Totals(work.folder, len(preparation.inputs), saved["totals"])
         try:
             self._writer = StoreWriter(
                 output,

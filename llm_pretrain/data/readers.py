@@ -60,7 +60,7 @@ def open_binary(path: Path, compression: str) -> Any:
 
         new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
         return io.BufferedReader(_StreamsFile(path, new_frame, zstandard.ZstdError), _READ_BYTES)
-    return path.open("rb")
+    return path.open("rb", _READ_BYTES)
 
 
 class _StreamsFile(io.RawIOBase):
@@ -143,19 +143,23 @@ def json_file(
     blank = 0
     while (first := next(lines, b"")).isspace():  # put back below, since records have line numbers
         blank += 1
-    begin = [first, *islice(lines, 1)]
-    if any(map(_is_json, begin)):  # two lines, since the first may be damaged
+    begin = [first, *islice(lines, 3)]
+    if any(map(_is_json, begin)):  # several lines, since the first may be damaged
         return json_lines(index, name, chain(repeat(b"\n", blank), begin, lines))
     whole = b"".join(begin) + file.read(RECORD_BYTES + 1)
     return iter([RawRecord(name, 1, whole, single, index)])
 
 
-def text_file(index: int, name: str, file: Any, text_column: str) -> Iterator[RawRecord]:
-    """A file of any other name, such as part-00000: one text, unless it begins as records in JSON do."""
+def text_file(
+    index: int, name: str, file: Any, text_column: str, separator: str | None = None
+) -> Iterator[RawRecord]:
+    """A file of any other name, such as part-00000: records if it begins as JSON, or texts by `separator`."""
     keys = f"{re.escape(text_column)}|prompt|messages|conversations|segments|input_ids"
-    begin = rb'(\xef\xbb\xbf)?(\[\s*)?\{.*?"(' + keys.encode() + rb')"\s*:'
+    begin = rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{.*?"(' + keys.encode() + rb')"\s*:'
     if re.match(begin, file.peek(_CHUNK), re.DOTALL):
         return json_file(index, name, file, "text")
+    if separator:
+        return _separated(index, name, file, separator.encode())
     return iter([RawRecord(name, 0, file.read(RECORD_BYTES + 1), "text", index)])
 
 
@@ -329,23 +333,21 @@ def _records_of_file(index: int, source: Source, text_column: str) -> Iterator[R
                 advice = "convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"
                 yield bad_record(source.name, 0, "invalid UTF-8", f"found UTF-16; {advice}", index)
                 return
-            reader = FORMATS.get(source.format())
-            if source.separator and reader is None:
-                for number, text in enumerate(_separated(file, source.separator.encode()), start=1):
-                    if b"\0" in text:
-                        yield bad_record(source.name, number, NUL, "found one; is it text?", index)
-                    else:
-                        yield RawRecord(source.name, number, text, "text", index)
-            else:
-                yield from (reader or text_file)(index, source.name, file, text_column)
+            reader = FORMATS.get(source.format()) or partial(text_file, separator=source.separator)
+            yield from reader(index, source.name, file, text_column)
 
 
-def _separated(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
+def _separated(index: int, name: str, file: BinaryIO, separator: bytes) -> Iterator[RawRecord]:
     """The texts between separators, without the line breaks beside them; leaves out empty ones."""
-    rest = b""
-    for chunk in chain(iter(partial(file.read, _CHUNK), b""), [separator]):
-        *texts, rest = (rest + chunk).split(separator)
-        yield from filter(None, (text.strip(b"\r\n") for text in texts))
+    rest, number = b"", 0
+    while (chunk := file.read(max(_CHUNK, len(rest)))) or rest:  # twice as much: a long text is read once
+        *texts, rest = (rest + (chunk or separator)).split(separator)
+        for text in filter(None, (text.strip(b"\r\n") for text in texts)):
+            number += 1
+            if b"\0" in text:
+                yield bad_record(name, number, NUL, "found one; is it text?", index)
+            else:
+                yield RawRecord(name, number, text, "text", index)
         rest = rest[: 2 * RECORD_BYTES] + rest[2 * RECORD_BYTES :][-len(separator) :]  # is too large already
 
 

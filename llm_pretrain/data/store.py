@@ -20,7 +20,7 @@ from llm_pretrain.errors import DataError
 from llm_pretrain.files import json_object, open_data, read_data
 
 FORMAT = "llm_pretrain token store"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def read_facts(path: Path) -> tuple[dict[str, Any], str]:
@@ -247,7 +247,7 @@ class StoreSplit:
     """One split of a store: document d has the tokens [offsets[d], offsets[d + 1]); `offsets` is int64.
 
     `documents`, `tokens` and `text_bytes` (UTF-8) are counts. `hashes`, uint64 [documents], are equal for
-    equal text; a store of an earlier version has none. `mask` is the bit-packed loss mask, first token in the
+    equal text, or for equal ids in a converted store. `mask` is the bit-packed loss mask, first token in the
     lowest bit; None if every token is a target.
     """
 
@@ -259,9 +259,7 @@ class StoreSplit:
         self.tokens: int = facts["tokens"]
         self.text_bytes: int = facts["text_bytes"]
         self.offsets = _map(folder / "offsets.bin", np.dtype("<i8"), self.documents + 1)
-        self.hashes = np.zeros(0, dtype="<u8")
-        if f"{name}/hashes.bin" in store.facts["files"]:
-            self.hashes = _map(folder / "hashes.bin", np.dtype("<u8"), self.documents)
+        self.hashes = _map(folder / "hashes.bin", np.dtype("<u8"), self.documents)
         counts = [shard["tokens"] for shard in facts["shards"]]
         self.shard_starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         names = [shard["file"] for shard in facts["shards"]]
@@ -310,10 +308,7 @@ def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
 
 
 def shared_documents(labels: Sequence[str], stores: Sequence[TokenStore]) -> list[str]:
-    """A warning for each store of which validation documents are trained on, and each store that does so.
-
-    `labels` name the stores. Stores of an earlier version, without hashes, are not compared.
-    """
+    """A warning for each two stores, named by `labels`, where one trains on the other's validation data."""
     lines = []
     for (label, store), (other, trained) in product(zip(labels, stores, strict=False), repeat=2):
         validation, train = store.split("validation").hashes, trained.split("train").hashes

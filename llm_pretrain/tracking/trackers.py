@@ -240,7 +240,7 @@ class Trackers:
 
 
 def _wandb_mode(config: Config) -> str:
-    return config.logging.wandb_mode or os.environ.get("WANDB_MODE") or "offline"
+    return config.logging.wandb_mode or os.environ.get("WANDB_MODE", "").lower() or "offline"
 
 
 class _TensorBoard:

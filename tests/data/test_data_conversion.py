@@ -85,16 +85,20 @@ def test_documents_end_with_eos_and_begin_as_ours_do(
     assert store.facts["skipped"] == {"empty document": 2}
 
 
-def test_files_named_val_are_the_validation_split(tmp_path: Path, tokenizer: Path):
+@pytest.mark.parametrize("validation", ["fineweb_val_000000", "dev", "Validation-data"])
+def test_files_named_val_are_the_validation_split(tmp_path: Path, tokenizer: Path, validation: str):
     folder = tmp_path / "fineweb"
     folder.mkdir()
     for name, token in (
         ("fineweb_train_000002", 66),
         ("fineweb_train_000001", 65),
-        ("fineweb_val_000000", 67),
+        (validation, 67),
+        ("fineweb.test", 68),
     ):
         np.array([token, EOS], dtype="<u2").tofile(folder / f"{name}.bin")
-    store = to_store([folder], tmp_path / "s", tokenizer)
+    report = convert([str(folder)], tmp_path / "s", tokenizer=tokenizer)
+    assert report.left_out == [str(folder / "fineweb.test.bin")]
+    store = TokenStore(tmp_path / "s")
     assert documents(store) == [[256, 65, EOS], [256, 66, EOS]]
     assert documents(store, "validation") == [[256, 67, EOS]]
 
@@ -197,6 +201,7 @@ WRONG: dict[str, tuple[bytes | Callable[[Path], object], str]] = {
     "another version": (header(1, version=9) + b"\0\0", "found version 9"),
     "int64": (token_file(65, 66, EOS, dtype="<i8"), "n.bin: expected uint16 .*; use --dtype int64"),
     "uint32": (token_file(65, 66, EOS, dtype="<u4"), "n.bin: expected uint16 .*; use --dtype uint32"),
+    "uint32 cut short": (token_file(65, 66, EOS, dtype="<u4") + b"A\0", "n.bin: .*; use --dtype uint32"),
     "a .npy of floats": (npy_file([65.0, EOS]), "n.bin: expected integers .* found: float64 of shape"),
     "a .npy cut short": (npy_file([65, EOS])[:-1], "n.bin: expected integers in one dimension, found"),
     "no document": (b"\x01\x01" * 3, "expected documents, found none"),

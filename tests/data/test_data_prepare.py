@@ -18,6 +18,7 @@ from support.fuzzing import fuzzed
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.data import preparation as prepare_module
+from llm_pretrain.data.conversion import convert
 from llm_pretrain.data.documents import EXCLUDED
 from llm_pretrain.data.preparation import Preparation, SeenDocuments, prepare_store
 from llm_pretrain.data.store import TokenStore, shared_documents
@@ -174,6 +175,11 @@ def test_a_start_warns_of_validation_documents_that_another_store_trains_on(tmp_
     assert narrow.facts["skipped"] == {EXCLUDED: len(shared)}
     equal = prepare(tmp_path / "equal", records[50:], validation_fraction=0.3)
     assert shared_documents(["w", "e"], [wide, equal]) == []  # one threshold
+
+    np.array([65, 257], dtype="<u2").tofile(tmp_path / "a.bin")
+    convert([str(tmp_path / "a.bin")], tmp_path / "ids", tokenizer=wide.tokenizer_folder)
+    with pytest.raises(DataError, match="ids: expected a store of prepare, found ids that convert took over"):
+        prepare(tmp_path / "narrow", records, **options | {"exclude": [str(tmp_path / "ids")]})
 
 
 @pytest.mark.parametrize("workers", [1, 2])

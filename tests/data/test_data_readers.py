@@ -284,6 +284,12 @@ LAYOUTS = {
     "wikitext": ["wiki.train.raw", "wiki.valid.raw"],
     "training": ["training.jsonl", "validation.jsonl"],
     "folders": ["train/a/part-0.jsonl", "dev/b.jsonl"],
+    "capitals": ["train.jsonl", "Val.jsonl"],
+    "parts": ["train_part1.txt", "dev0.txt"],
+    "c4": ["c4-train.00000-of-00512-30K.json", "c4-validation.00001-of-00008.json"],
+    "language": ["train.en.jsonl.gz", "holdout-validation.en.jsonl.gz"],
+    "chat": ["train_sft-00000-of-00003.jsonl", "valid_sft-00000-of-00001.jsonl"],
+    "split folders": ["train_split/a/part-0.jsonl", "validation_split/b.jsonl"],
 }
 
 
@@ -326,6 +332,8 @@ def test_validation_inputs_that_leave_nothing_to_train_on_are_refused(tmp_path: 
         ["b.py", "test/a.py", "train/a.py"],
         ["b.c", "test/Makefile", "train/Makefile"],
         ["a1.txt", "a2.txt", "a3.txt", "blood-test.txt", "night-train.txt"],
+        ["how-to-train-dogs.txt", "test-kitchen.txt", "trained.txt"],
+        ["test.js", "train.md", "train.rs"],
     ],
 )
 def test_documents_that_are_named_like_a_split_are_read(tmp_path: Path, names: list[str]):
@@ -341,8 +349,10 @@ def test_json_is_never_text(tmp_path: Path, name: str):
     compress = COMPRESS.get(Path(name).suffix, bytes)
     (tmp_path / name).write_bytes(compress(LINES))
     assert texts_of(tmp_path / name) == TEXTS
-    (tmp_path / name).write_bytes(compress(b'{"text": "cut\n{"text": "whole"}\n'))
-    with pytest.raises(RecordError, match=":1: invalid JSON"):
+    with_separator = [replace(source, separator="<|end|>") for source in find_sources([str(tmp_path / name)])]
+    assert {record.kind for record in read_sources(with_separator)} == {"json"}
+    (tmp_path / name).write_bytes(compress(b'\n{"text": "cut\n{"text": "too\n{"text": "whole"}\n'))
+    with pytest.raises(RecordError, match=":2: invalid JSON"):
         documents(tmp_path / name)
 
 

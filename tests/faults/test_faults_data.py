@@ -441,7 +441,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
         rewrite(FACTS, lambda data: data.replace(b'"<u2"', b'"<u4"')),
         f"{FACTS}: expected unaltered contents",
     ),
-    "a newer format": (edit(format_version=99), "expected format_version 1, found 99"),
+    "a newer format": (edit(format_version=99), "expected format_version 2, found 99"),
     "another tokenizer": (swap_tokenizer, f"{TOKENIZER}: expected"),
     "a tokenizer of the same size": (swap_letters, "expected the tokenizer that wrote the store"),
     "offsets that fall": (number(OFFSETS, "<i8", 5, 0), f"{OFFSETS}: expected rising offsets"),
