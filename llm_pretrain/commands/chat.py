@@ -113,7 +113,7 @@ class PlainText(Conversation):
 
 def _answer(source: TrainedModel, conversation: Conversation, line: str, sampling: dict[str, Any]) -> None:
     """Print the answer to `line` while it is generated, and append both to the conversation."""
-    from llm_pretrain.model.generation import TextStream, generate
+    from llm_pretrain.model.generation import generate_texts
 
     limit = source.model.config.longest_sequence
     room = limit - max(1, min(sampling["max_new_tokens"], limit // 4))
@@ -125,30 +125,24 @@ def _answer(source: TrainedModel, conversation: Conversation, line: str, samplin
         conversation.turns.pop()
         _note(f"too long: {len(ids)} tokens with what belongs to them, and the model has room for {room}")
         return
-    stop_ids, stream, parts = conversation.stop_ids(), TextStream(source.tokenizer.token_pieces()), []
-    ended = False
+    how = {name: value for name, value in sampling.items() if name != "no_token_healing"}
+    how["token_healing"] = isinstance(conversation, PlainText) and not sampling["no_token_healing"]
+    pieces, parts, end = source.tokenizer.token_pieces(), [], None
     try:
-        for (token,) in generate(
-            source.model,
-            [ids],
-            vocab_size=source.tokenizer.vocab_size,
-            stop_ids=stop_ids,
-            **sampling,
+        for _, part, reason in generate_texts(
+            source.model, [ids], pieces, stop_ids=conversation.stop_ids(), **how
         ):
-            ended = token in stop_ids
-            if token is not None and not ended:
-                parts.append(stream.push(token))
-                write_out(parts[-1])
-        parts.append(stream.finish())
-        write_out(parts[-1])
+            parts.append(part)
+            write_out(part)
+            end = reason
     except KeyboardInterrupt:
-        ended = True
+        end = "stop"
         write_out("\n")
         _note("stopped")
     else:
         write_out("\n")
     conversation.turns.append(("assistant", "".join(parts)))
-    if not ended:
+    if end != "stop":
         _note("cut off at --max_new_tokens, or at the model's positions")
 
 

@@ -15,7 +15,7 @@ from llm_pretrain.config.schema import NonNegativeFloat, NonNegativeInt, Range
 from llm_pretrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 EXAMPLES = """\
 examples:
@@ -39,6 +39,7 @@ class Sampling:
         top_k: Sample from the k likeliest; 0: all.
         top_p: Sample from the likeliest that together have probability p; 1: all.
         seed: Seed of the sampling.
+        no_token_healing: Continue after the prompt's last token, though the text may go on within it.
     """
 
     max_new_tokens: NonNegativeInt = 100
@@ -46,6 +47,7 @@ class Sampling:
     top_k: NonNegativeInt = 50
     top_p: Annotated[float, Range(gt=0, le=1)] = 1.0
     seed: Annotated[int, Range(ge=0, le=(1 << 62) - 1)] = 0
+    no_token_healing: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,41 +115,22 @@ def _continue(
     wanted: list[tuple[int, int]],
 ) -> Iterator[tuple[int, str]]:
     """Generate texts for the (prompt, sample) pairs `wanted`; yields (row, new text) meanwhile."""
-    from llm_pretrain.model.generation import generate
+    from llm_pretrain.model.generation import generate_texts
 
-    seeds = [sampling["seed"] + sample for _, sample in wanted]
-    columns = generate(
-        source.model,
-        [encoded[prompt] for prompt, _ in wanted],
-        vocab_size=source.tokenizer.vocab_size,
-        stop_ids=source.stop_ids,
-        **{**sampling, "seed": seeds},
-    )
-    return _texts(source, columns, [len(encoded[prompt]) for prompt, _ in wanted])
+    prompts = [encoded[prompt] for prompt, _ in wanted]
+    how = {**sampling, "seed": [sampling["seed"] + sample for _, sample in wanted]}
+    how["token_healing"] = not how.pop("no_token_healing")
+    pieces, limit = source.tokenizer.token_pieces(), source.model.config.longest_sequence
+    return _noting(generate_texts(source.model, prompts, pieces, stop_ids=source.stop_ids, **how), limit)
 
 
-def _texts(
-    source: TrainedModel, columns: Iterable[list[int | None]], lengths: list[int]
-) -> Iterator[tuple[int, str]]:
-    """Yield (row, new text) for columns of new token ids; `lengths` are the lengths of the prompts."""
-    from llm_pretrain.model.generation import TextStream
-
-    pieces = source.tokenizer.token_pieces()
-    streams = [TextStream(pieces) for _ in lengths]
-    ended = [False] * len(lengths)
-    for column in columns:
-        for row, token in enumerate(column):
-            if token is None or token in source.stop_ids:
-                ended[row] = ended[row] or token is not None
-                continue
-            lengths[row] += 1
-            if part := streams[row].push(token):
-                yield row, part
-    for row, stream in enumerate(streams):
-        if rest := stream.finish():
-            yield row, rest
-    limit = source.model.config.longest_sequence
-    if any(length >= limit and not end for length, end in zip(lengths, ended, strict=True)):
+def _noting(texts: Iterator[tuple[int, str, str | None]], limit: int) -> Iterator[tuple[int, str]]:
+    """The texts, and a note if one of them ended at the last of `limit` positions."""
+    ends = set()
+    for row, part, end in texts:
+        ends.add(end)
+        yield row, part
+    if "positions" in ends:
         print(f"note: ended at the model's {limit} positions (max_position_embeddings)", file=sys.stderr)
 
 

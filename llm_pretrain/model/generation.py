@@ -7,7 +7,10 @@ value heads, D head_dim.
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
+from itertools import takewhile
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +21,161 @@ from llm_pretrain.model.decoder import Decoder
 _PREFILL_LOGITS = 1 << 25
 """Largest number of logits per forward pass over prompts; long prompts are read in several passes."""
 _INITIAL_SLOTS = 64
+
+
+End = Literal["stop", "max_new_tokens", "positions"]
+"""What ends a text: one of the stop ids, or one of two bounds of its length."""
+
+
+def generate_texts(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    pieces: Sequence[bytes],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | Sequence[int] = 0,
+    stop_ids: Collection[int] = (),
+    token_healing: bool = True,
+    lockstep: bool = False,
+) -> Iterator[tuple[int, str, End | None]]:
+    """Yield (prompt's index, new text, None) while texts grow, and each one's last text with its `End`.
+
+    Arguments and errors are those of `generate` except for these.
+
+    Args:
+        pieces: UTF-8 bytes of each id of the tokenizer, empty for special ids.
+        token_healing: Let a prompt end within a token, see `heal`.
+        lockstep: Make equally many forward passes whatever is drawn, as ranks that share a model must.
+    """
+    healed = [(list(prompt), b"") for prompt in prompts]
+    if token_healing and max_new_tokens > 0:
+        healed = heal(model, prompts, pieces, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    columns = generate(
+        model,
+        [ids for ids, _ in healed],
+        vocab_size=len(pieces),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_ids=() if lockstep else stop_ids,
+    )
+    return _texts(columns, healed, pieces, stop_ids, model.config.longest_sequence)
+
+
+def _texts(
+    columns: Iterator[list[int | None]],
+    healed: Sequence[tuple[list[int], bytes]],
+    pieces: Sequence[bytes],
+    stop_ids: Collection[int],
+    limit: int,
+) -> Iterator[tuple[int, str, End | None]]:
+    """The loop of `generate_texts`."""
+    lengths = [len(ids) for ids, _ in healed]
+    growing = {row: TextStream(pieces) for row in range(len(healed))}
+    for row, (_, added) in enumerate(healed):
+        yield row, growing[row].decode(added), None
+    for column in columns:
+        for row, token in enumerate(column):
+            if token in stop_ids and row in growing:
+                yield row, growing.pop(row).finish(), "stop"
+            elif token is not None and row in growing:
+                lengths[row] += 1
+                yield row, growing[row].push(token), None
+    for row, stream in growing.items():
+        yield row, stream.finish(), "positions" if lengths[row] >= limit else "max_new_tokens"
+
+
+def heal(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    pieces: Sequence[bytes],
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | Sequence[int] = 0,
+) -> list[tuple[list[int], bytes]]:
+    """Let each prompt end where its text would be cut into tokens; returns new ids and the bytes they add.
+
+    A prompt such as `def ` may end within a token of a text that begins so (` main`): its last tokens then
+    follow one another as in no text trained on. They are taken back as far as one token can begin with all
+    their text. Of the tokens that end the prompt or go beyond it, each after the prompt's own tokens before
+    it, one is drawn by the model's probability of all these (the covers of a prompt, arXiv:2412.03719).
+    Arguments and errors are those of `generate_texts`; the new ids are not more than the old.
+    """
+    _check_settings(0, temperature, top_k, top_p)
+    _check_prompts(model, prompts)
+    vocabulary = _SortedPieces(pieces)
+    kept = [len(prompt) - vocabulary.open_tokens(prompt) for prompt in prompts]
+    ends = [prompt[count:] for prompt, count in zip(prompts, kept, strict=True)]
+    passes = max(map(len, ends), default=0)
+    if not passes:
+        return [(list(prompt), b"") for prompt in prompts]
+    cache, device = KeyValueCache(model.config.num_hidden_layers), next(model.parameters()).device
+    logits = _prefill(
+        model, [prompt[:count] for prompt, count in zip(prompts, kept, strict=True)], cache, device
+    )
+    before = [0.0] * len(prompts)
+    scores: list[list[float]] = [[] for _ in prompts]
+    covers: list[list[tuple[int, int]]] = [[] for _ in prompts]  # place in the end of the prompt, id
+    for place in range(passes):
+        log_probs = logits[:, : len(pieces)].log_softmax(-1)
+        for row, end in enumerate(ends):
+            if place < len(end):
+                found = vocabulary.longer_than(b"".join(pieces[token] for token in end[place:]))
+                found += end[place:] if place + 1 == len(end) else []
+                scores[row] += (before[row] + log_probs[row, found]).tolist()
+                covers[row] += [(place, token) for token in found]
+                before[row] += log_probs[row, end[place]].item()
+        if place + 1 < passes:
+            next_ids = torch.tensor([[end[place] if place < len(end) else 0] for end in ends], device=device)
+            with torch.inference_mode():
+                logits = _last_logits(model(next_ids, cache=cache).logits)[:, 0]
+    healed = []
+    for row, (prompt, generator) in enumerate(
+        zip(prompts, _generators(seed, len(prompts), 1 << 62), strict=True)
+    ):
+        new, added = list(prompt), b""
+        if scores[row]:
+            sampler = _Sampler(len(scores[row]), temperature, top_k, top_p)
+            (index,) = sampler(torch.tensor([scores[row]], dtype=torch.float64), [generator])
+            place, token = covers[row][index]
+            new = [*prompt[: kept[row] + place], token]
+            added = pieces[token][sum(len(pieces[each]) for each in ends[row][place:]) :]
+        healed.append((new, added))
+    return healed
+
+
+class _SortedPieces:
+    """A vocabulary's ids by the bytes that they begin with."""
+
+    def __init__(self, pieces: Sequence[bytes]):
+        self.ids = sorted(range(len(pieces)), key=pieces.__getitem__)
+        self.sorted = [pieces[token] for token in self.ids]
+        self.pieces, self.longest = pieces, max(map(len, pieces))
+
+    def longer_than(self, text: bytes) -> list[int]:
+        """The ids whose bytes begin with `text` and go on."""
+        places = range(bisect_left(self.sorted, text), len(self.ids))
+        found = takewhile(lambda place: self.sorted[place].startswith(text), places)
+        return [self.ids[place] for place in found if len(self.sorted[place]) > len(text)]
+
+    def open_tokens(self, prompt: Sequence[int]) -> int:
+        """How many of the last ids may be the beginning of one, but for the first id of the prompt."""
+        text, count = b"", 0
+        for number in range(1, len(prompt)):
+            piece = self.pieces[prompt[-number]]
+            text = piece + text
+            if not piece or len(text) >= self.longest:
+                break
+            if self.longer_than(text):
+                count = number
+        return count
 
 
 def generate(
@@ -54,17 +212,10 @@ def generate(
     Raises:
         ConfigError: A prompt is empty or leaves no position free, or a setting is out of range.
     """
-    limit = model.config.longest_sequence
     _check_settings(max_new_tokens, temperature, top_k, top_p)
-    for index, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < limit:
-            raise ConfigError(
-                f"prompt {index + 1}: expected 1 to {limit - 1} tokens, since the model has {limit} "
-                f"positions (max_position_embeddings), found {len(prompt)}"
-            )
-    seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
-    generators = [torch.Generator().manual_seed(each) for each in seeds]
-    room = [min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
+    _check_prompts(model, prompts)
+    generators = _generators(seed, len(prompts))
+    room = [min(max_new_tokens, model.config.longest_sequence - len(prompt)) for prompt in prompts]
     if not prompts or not max(room):
         return iter(())
     sampler = _Sampler(vocab_size, temperature, top_k, top_p)
@@ -156,6 +307,21 @@ class _Sampler:
         target = torch.stack(uniform) * reached[:, -1:]
         chosen = torch.searchsorted(reached, target, right=True).clamp_(max=self.top_k - 1)
         return ids.gather(-1, chosen)[:, 0].tolist()
+
+
+def _generators(seed: int | Sequence[int], count: int, offset: int = 0) -> list[torch.Generator]:
+    seeds = [seed] * count if isinstance(seed, int) else seed
+    return [torch.Generator().manual_seed(each + offset) for each in seeds]
+
+
+def _check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
+    limit = model.config.longest_sequence
+    for index, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < limit:
+            raise ConfigError(
+                f"prompt {index + 1}: expected 1 to {limit - 1} tokens, since the model has {limit} "
+                f"positions (max_position_embeddings), found {len(prompt)}"
+            )
 
 
 def _check_settings(max_new_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
@@ -287,7 +453,11 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that this id completes; may be empty."""
-        return self._decoder.decode(self._pieces[token])
+        return self.decode(self._pieces[token])
+
+    def decode(self, text: bytes) -> str:
+        """The text that these bytes complete; may be empty."""
+        return self._decoder.decode(text)
 
     def finish(self) -> str:
         """Decode the bytes that are still buffered, at the end of the text."""

@@ -253,36 +253,29 @@ class Samples:
     def _continuations(self, model: Decoder, tokenizer: Tokenizer) -> list[str]:
         from llm_pretrain.model import generation  # most runs print no samples
 
-        prompts = self._prompt_ids(model, tokenizer)
-        new_ids: list[list[int]] = [[] for _ in prompts]
-        end, was_training = tokenizer.eos_token_id, model.training
-        # if a forward pass is a collective, all ranks must make the same number of passes: no rank may stop
-        # early at the end of its texts, which are cut below
-        stop_ids = () if end is None or self.is_collective else (end,)
+        texts, was_training = [""] * len(self.prompts), model.training
         # a sharded strategy that gathers parameters in low precision also multiplies in low precision
         precision = self.config.training.precision if self.is_collective else "fp32"
         low = autocast(next(model.parameters()).device.type, precision)
         model.eval()
         try:
             with torch.no_grad(), eagerly(model), low:
-                for tokens in generation.generate(
+                for row, text, _ in generation.generate_texts(
                     model,
-                    prompts,
-                    vocab_size=tokenizer.vocab_size,
+                    self._prompt_ids(model, tokenizer),
+                    tokenizer.token_pieces(),
                     max_new_tokens=self.config.evaluation.sample_tokens,
                     temperature=TEMPERATURE,
                     top_k=TOP_K,
                     seed=self.config.run.seed,
-                    stop_ids=stop_ids,
+                    stop_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
+                    lockstep=self.is_collective,
                 ):
                     heartbeat()
-                    for ids, token in zip(new_ids, tokens, strict=True):
-                        if token is not None:
-                            ids.append(token)
+                    texts[row] += text
         finally:
             model.train(was_training)
-        cut = [ids[: ids.index(end) + 1] if end in ids else ids for ids in new_ids]
-        return [_continuation(tokenizer, ids, new) for ids, new in zip(prompts, cut, strict=True)]
+        return texts
 
     def _prompt_ids(self, model: Decoder, tokenizer: Tokenizer) -> list[list[int]]:
         """Token ids of each prompt, after the token that starts a document; long prompts are truncated on the
@@ -291,12 +284,6 @@ class Samples:
         first = [] if start is None else [start]
         room = model.config.longest_sequence - self.config.evaluation.sample_tokens - len(first)
         return [first + ids[max(0, len(ids) - room) :] for ids in tokenizer.encode(self.prompts)]
-
-
-def _continuation(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """The text that the new tokens add to the prompt. Decoded alone, they may lack a leading space."""
-    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *new])
-    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
 
 
 def _shown(text: str) -> str:

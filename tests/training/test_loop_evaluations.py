@@ -199,6 +199,7 @@ def test_every_prompt_is_continued_at_every_evaluation(
     tokenizer = open_tokenizer(TokenStore(plain_store).tokenizer_folder)
     prompts = [[tokenizer.bos_token_id, *ids] for ids in tokenizer.encode(PROMPTS)]
     settings = {"vocab_size": tokenizer.vocab_size, "max_new_tokens": 5, "temperature": 0.8, "top_k": 50}
+    settings["top_p"] = 1.0
     settings |= {"seed": 3, "stop_ids": (tokenizer.eos_token_id,)}
     assert calls == [{"training": False, "prompts": prompts, **settings}] * len(steps)
 
