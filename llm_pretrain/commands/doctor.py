@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from llm_pretrain.config.loading import load_config, multiplies_in_bf16
-from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import printable
 from llm_pretrain.hardware import package_version
 from llm_pretrain.launch.checks import accelerate_surprises, default_accelerate_file, read_accelerate_file
@@ -27,8 +25,6 @@ examples:
 
 _PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
 _OPTIONAL = ("sentencepiece", "wandb", "tensorboard", "gguf", "deepspeed")
-_BYTES_PER_PARAMETER = 12 + 2
-"""A checkpoint has fp32 weights and two AdamW moments; the exported weights have half precision."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
         f"{path}: {settings.get('distributed_type', 'NO')}, {settings.get('num_processes', '?')} processes"
     )
     print(f"{'accelerate':<14}{printable(shown if settings else f'no file at {path}: its defaults count')}")
-    warnings = [] if config is None else [*_config_surprises(machine.gpus, config)]
+    warnings = []
+    if config is not None:
+        from llm_pretrain.training.machine import machine_surprises
+
+        warnings += machine_surprises(config, machine.gpus, max(machine.gpus, 1))
     warnings += accelerate_surprises(settings, config) if settings else []
     for warning in warnings:
         print(printable(f"warning: {warning}"))
@@ -71,6 +71,7 @@ def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
     import torch
 
     from llm_pretrain.launch.process import default_threads, exported_threads
+    from llm_pretrain.training.machine import free_bytes
 
     yield "llm_pretrain", package_version("llm_pretrain") or "not installed, run from its folder"
     yield "python", f"{sys.version.split()[0]} ({sys.executable})"
@@ -84,38 +85,4 @@ def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
     own = exported_threads()
     by = "OMP_NUM_THREADS" if own else "cores / processes"
     yield "threads", f"{default_threads(1)} for one process of a run, by {by}; {machine.cores} cores"
-    yield "disk", f"{size_text(_free_bytes(Path('runs')))} free for {Path('runs').resolve()}"
-
-
-def _free_bytes(folder: Path) -> int:
-    """Free bytes on the disk of `folder`; the folder need not exist."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
-def _config_surprises(gpus: int, config: Config) -> Iterator[str]:
-    """Warnings about settings that this machine does not support."""
-    from llm_pretrain.data.loader import shared_memory_problem
-    from llm_pretrain.model.sizes import count_parameters
-
-    precision = config.training.precision
-    if precision == "bf16" and not multiplies_in_bf16():
-        yield "training.precision: bf16 is emulated here and slower than fp32; do set fp32"
-    if precision == "fp16" and not gpus:
-        yield (
-            "training.precision: fp16 needs a GPU through Accelerate, which stops (torchrun's path emulates "
-            "it); do set bf16 or fp32"
-        )
-    if (gpus or config.data.num_workers) and (problem := shared_memory_problem(config, max(gpus, 1))):
-        yield problem
-    if config.model.vocab_size is None:
-        return
-    copies = config.checkpoint.keep_last + 1  # a new checkpoint is whole before the oldest is deleted
-    needed = copies * _BYTES_PER_PARAMETER * count_parameters(config.model).total
-    if (free := _free_bytes(config.run.folder)) < needed:
-        yield (
-            f"{config.run.folder}: {copies} checkpoints and weights take {size_text(needed)}, "
-            f"{size_text(free)} are free; do lower checkpoint.keep_last or set run.output_dir"
-        )
+    yield "disk", f"{size_text(free_bytes(Path('runs')))} free for {Path('runs').resolve()}"

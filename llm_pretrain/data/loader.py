@@ -39,6 +39,7 @@ from llm_pretrain.data.packing import packed_index
 from llm_pretrain.data.sample_order import BLOCK, SampleOrder, block_at, shuffled
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError, PretrainError, ResourceError
+from llm_pretrain.hardware import usable_cores
 
 _TOKENS_PER_GROUP = 1 << 15
 """Tokens to assemble together, of one or more micro batches; with fewer, numpy's call overhead dominates."""
@@ -234,7 +235,13 @@ def global_batches(
         workers = 2 if torch.cuda.is_available() and not problem else 0
     elif problem:
         raise ResourceError(problem)
+    workers = min(workers, most_workers(int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
     return _loader(train_samples(config, stores), sampler, workers)
+
+
+def most_workers(ranks: int) -> int:
+    """How many workers each of `ranks` processes of this machine starts at most: they share its cores."""
+    return max(1, usable_cores() // ranks)
 
 
 def train_samples(config: Config, stores: Sequence[TokenStore] | None = None) -> MicroBatches:

@@ -146,7 +146,7 @@ _NEW_DEFAULTS = _DEFAULTS | {
     **{"epochs": 2, "num_workers": 8, "save_interval": 1000, "hidden_size": 768, "max_seq_len": 340},
     "data_path": "../dataset/pretrain_t2t_mini.jsonl",
 }
-_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_PRECISIONS = {"bfloat16": "auto", "float16": "fp16", "float32": "fp32"}
 _COUNTS = {
     **{"num_processes": "all", "nproc_per_node": "of each machine", "num_gpus": "of each machine"},
     **{"nnodes": "machines", "num_nodes": "machines"},
@@ -157,6 +157,7 @@ _NOT_CARRIED_OVER = {
     "device": "the launcher and the machine decide",
     "warmup_iters": "MiniMind takes it and does not use it; schedule.warmup_steps would",
     "ddp": "start the run with torchrun or accelerate launch",
+    "num_workers": "the loader needs none on a CPU, and takes 2 on a GPU",
     "local_rank": "the launcher sets it",
     "from_weight": "a .pth file; save it as a Hugging Face folder and name that in model.init_from",
     "from_resume": "a run continues from its newest checkpoint by itself, see checkpoint.resume",
@@ -277,7 +278,7 @@ def _training(result: ImportedConfig, values: dict[str, Any], processes: int, is
     whole = {
         name: _number(int, name, values[name])
         for name in ("batch_size", "accumulation_steps", "log_interval", "save_interval", "epochs",
-                     "max_seq_len", "num_workers")
+                     "max_seq_len")
     }  # fmt: skip
     rate, clip = (_number(float, name, values[name]) for name in ("learning_rate", "grad_clip"))
     dtype, device = values["dtype"], values.get("device", "cuda")
@@ -296,7 +297,6 @@ def _training(result: ImportedConfig, values: dict[str, Any], processes: int, is
     result.set(
         {
             "training.precision": _PRECISIONS[dtype] if on_gpu else "fp32",
-            "data.num_workers": whole["num_workers"],
             "training.sequence_length": whole["max_seq_len"],
             "training.micro_batch_size": whole["batch_size"],
             "training.global_batch_size": total,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -41,6 +42,7 @@ from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.engine import Engine, forward_is_collective
 from llm_pretrain.training.evaluation import Evaluator, PredictedCurve, Samples, zlib_bits_per_byte
 from llm_pretrain.training.kernel_choice import choose_kernels
+from llm_pretrain.training.machine import machine_surprises
 from llm_pretrain.training.model_setup import (
     build_model,
     check_float8,
@@ -318,6 +320,9 @@ class Trainer:
         )
         if engine.device.type == "cuda":
             console.info(kernels_in_use(config, engine.device, engine.world_size))
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        for warning in machine_surprises(config, torch.cuda.device_count(), ranks):
+            console.warning(warning)
         if self.kernels is not None:
             for note in self.kernels.notes:
                 console.warning(note)

@@ -103,7 +103,8 @@ def test_minimind_3s_options(tmp_path, capsys):
         capsys, tmp_path, "--from_minimind",
         "torchrun --nproc_per_node 2 train_pretrain.py --use_moe 1 --batch_size 16 --accumulation_steps 4 "
         f"--learning_rate 1e-3 --dtype float16 --epochs 3 --data_path {corpus} --use_wandb "
-        "--wandb_project mine --device cuda:0 --save_dir ../out --speed 9 --save_interval 1000",
+        "--wandb_project mine --device cuda:0 --save_dir ../out --speed 9 --save_interval 1000 "
+        "--num_workers 8",
     )  # fmt: skip
     model, training = config.model, config.training
     assert count_parameters(model).total == 198_416_640  # its README: 198M
@@ -119,12 +120,14 @@ def test_minimind_3s_options(tmp_path, capsys):
     assert (config.optimizer.weight_decay, config.optimizer.adam_beta2) == (0.01, 0.999)
     assert (config.logging.wandb_mode, config.logging.wandb_project) == ("online", "mine")
     assert config.checkpoint.save_steps == 250
+    assert config.data.num_workers is None
     assert config.data.sources[0].store == "data/stores/pretrain_t2t_mini"
     assert f"--input {corpus} --vocab_size 6400" in comments
     for text in (
         "--speed 9, an option that",
         "--device cuda:0",
         "--save_dir ../out",
+        "--num_workers 8",
         "taken as the options of",
     ):
         assert text in comments

@@ -16,6 +16,7 @@ from llm_pretrain.config.tree import Config, TrainingConfig
 from llm_pretrain.config.yaml_text import read_yaml
 from llm_pretrain.launch.checks import accelerate_surprises, default_accelerate_file
 from llm_pretrain.launch.jobs import Machine
+from llm_pretrain.training import machine
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +29,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr(doctor, "this_machine", lambda: Machine(0, 2))
     monkeypatch.setattr(doctor, "multiplies_in_bf16", lambda: True)
+    monkeypatch.setattr(machine, "multiplies_in_bf16", lambda: True)
 
 
 SIZE = "parallelism_config_"
@@ -128,15 +130,15 @@ def test_disagreements_with_the_configuration():
 def test_the_machine_and_the_configuration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
-    monkeypatch.setattr(doctor, "multiplies_in_bf16", lambda: False)
-    monkeypatch.setattr(doctor, "_free_bytes", lambda folder: 10**9)
+    monkeypatch.setattr(machine, "multiplies_in_bf16", lambda: False)
+    monkeypatch.setattr(machine, "free_bytes", lambda folder: 10**9)
     monkeypatch.setattr("llm_pretrain.data.loader.shutil.disk_usage", lambda folder: Mock(free=10**6))
     file = str(ROOT / "configs" / "gpt2-124m.yaml")
     (tmp_path / "workers.yaml").write_text("data: {num_workers: 2}\n")
     assert main(["doctor", "--config", file, "--config", str(tmp_path / "workers.yaml")]) == 1
     output = capsys.readouterr().out
     for text in (
-        "warning: training.precision: bf16 is emulated",
+        "warning: training.precision: bf16 is emulated here, where a matrix product takes ",
         "warning: data.num_workers: expected ",
         "warning: runs/gpt2-124m: 3 checkpoints and weights take 4.8 GiB",
     ):

@@ -18,7 +18,9 @@ from torch import Tensor
 
 import train_pretrain
 from llm_pretrain.export.huggingface import load_pretrained
+from llm_pretrain.hardware import usable_cores
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
+from llm_pretrain.training import machine
 from llm_pretrain.training.step import Step
 
 
@@ -71,6 +73,16 @@ def test_a_run_leaves_its_folder_as_documented(plain_store: Path, tmp_path: Path
 
 def go_on(run: FinishedRun, *more: str) -> int:
     return train(*run.options, "--run.output_dir", str(run.folder), *more)
+
+
+def test_a_start_says_what_the_machine_lacks(plain_store, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "multiplies_in_bf16", lambda: False)
+    more = "--training.precision bf16 --training.max_steps 1 --schedule.warmup_steps 0 --data.num_workers 300"
+    assert train(*options(plain_store, tmp_path / "run", *more.split())) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert any("bf16 is emulated here, where a matrix product takes " in line for line in lines)
+    (line,) = [line for line in lines if "data.num_workers: 300 are more than a process's share" in line]
+    assert line.endswith(f"it starts {usable_cores()}")
 
 
 def test_a_batch_without_loss_tokens_is_skipped_without_a_forward_pass(
