@@ -10,7 +10,7 @@ import tempfile
 
 from llm_pretrain.config.loading import load_config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.launch.jobs import PACKAGE_ROOT, RESUMABLE_PATHS, RUN_MODULE, SCRIPTS, launch_settings
+from llm_pretrain.launch.jobs import PACKAGE_ROOT, RESUMABLE_PATHS, SCRIPTS, launch_settings
 
 EXAMPLES = """\
 examples:
@@ -19,6 +19,8 @@ examples:
   llm-pretrain train --launcher accelerate --nproc 2 --config mine.yaml --run.name mine-accelerate
   llm-pretrain train --config quickstart --print_config
 """
+
+_LAUNCHER = (sys.executable, "-P", str(PACKAGE_ROOT / "llm_pretrain" / "launch" / "launcher.py"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replace this process by the launcher: it gets all signals, and its exit code is the command's."""
+    """Replace this process by the launcher, which gets all signals; its ranks' exit code is the command's."""
     import torch
 
     from llm_pretrain.data.loader import open_stores
@@ -68,11 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
             descriptor = os.dup(file.fileno())
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.set_inheritable(descriptor, True)
-        command = [*RUN_MODULE, "accelerate.commands.launch", "--config_file", f"/dev/fd/{descriptor}"]
+        command = [*_LAUNCHER, "accelerate.commands.launch", "--config_file", f"/dev/fd/{descriptor}"]
         command += ["--num_processes", str(nproc), "--main_process_port", "0"]  # 0: any free port
-        command += ["--quiet"]  # no traceback by Accelerate after a process's error
     elif nproc > 1:
-        command = [*RUN_MODULE, "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+        command = [*_LAUNCHER, "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
     else:  # a single process needs no launcher, and its exit code becomes the command's
         command = [sys.executable]
     command += [str(script), *arguments.script_options]

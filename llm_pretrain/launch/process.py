@@ -402,6 +402,9 @@ class SignalHandler:
             text = f"{received.name}: the run saves and stops after this step"
             if received is signal.SIGTERM and _ELASTIC in os.environ:  # the launcher also ends ranks with it
                 text += ", unless another rank failed"
+            if _ELASTIC in os.environ and os.environ.get("PET_SIGNALS_TO_HANDLE") != "SIGQUIT":
+                seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+                text += f" (its launcher waits {seconds} s, then kills it, and prints a traceback)"
             self._print(text)
         elif received is signal.SIGINT and now - self._latest >= ONE_STOP_SECONDS:
             signal.signal(number, signal.SIG_DFL)

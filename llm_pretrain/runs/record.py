@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.errors import ConfigError
@@ -56,8 +58,10 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """`state` of `status.json`."""
-        return str(self.status.get("state") or "unknown")
+        """`state` of `status.json`; `killed` for a `running` process of this machine that is no more."""
+        state, pid = str(self.status.get("state") or "unknown"), self.status.get("pid")
+        is_here = self.status.get("host") == socket.gethostname() and isinstance(pid, int)
+        return "killed" if state == "running" and is_here and not psutil.pid_exists(pid) else state
 
 
 def fault_lines(status: Mapping[str, Any], *, undone: bool | None = None) -> list[str]:

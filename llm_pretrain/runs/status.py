@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -69,7 +70,8 @@ class Status:
         check: Callable[[], None] = lambda: None,
     ):
         self.path, self.rank, self._check = path, rank, check
-        self._launch = {"launcher": launcher, "world_size": world_size, "pid": os.getpid()}
+        self._launch: dict[str, object] = {"launcher": launcher, "world_size": world_size}
+        self._launch |= {"pid": os.getpid(), "host": socket.gethostname()}
         self._before = before = read_status(path)
         self.unfinished = before.get("state") == "running"
         """Whether the previous attempt ended without recording how, for example because it was killed."""

@@ -33,6 +33,7 @@ STYLES = {
     "preempted": "bold yellow",
     "failed": "bold red",
     "diverged": "bold red",
+    "killed": "bold red",
 }
 
 

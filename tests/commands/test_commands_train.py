@@ -53,12 +53,13 @@ def started(monkeypatch, tmp_path, plain_store):
     return start
 
 
+LAUNCHER = ["-P", str(ROOT / "llm_pretrain" / "launch" / "launcher.py")]
 OPTIONS = ("--config", "tiny-dense", "--data.sources", "[{store: x}]", "--run.name=mine")
 
 
 def test_torchrun_gets_the_script_and_its_options(started):
     command, _ = started("--nproc", "2", *OPTIONS)
-    assert command[1:6] == ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    assert command[1:6] == [*LAUNCHER, "torch.distributed.run", "--standalone", "--nproc_per_node"]
     assert command[6:] == ["2", str(ROOT / "train_pretrain.py"), *OPTIONS]
     command, _ = started(*OPTIONS[:2], "--nproc=1", *OPTIONS[2:])
     assert command[1:] == [str(ROOT / "train_pretrain.py"), *OPTIONS], "one process needs no launcher"
@@ -94,10 +95,9 @@ def test_accelerate_gets_a_file_that_starts_all_processes(
     options += ["--distributed.zero_stage", "3"] if strategy == "deepspeed" else []
     count = [] if nproc is None else ["--nproc", str(nproc)]
     command, file = started("--launcher", "accelerate", *count, *options)
-    assert command[1:5] == ["-P", "-m", "accelerate.commands.launch", "--config_file"]
+    assert command[1:5] == [*LAUNCHER, "accelerate.commands.launch", "--config_file"]
     assert command[-len(options) - 1 :] == [str(ROOT / "train_pretrain_accelerate.py"), *options]
     assert command[command.index("--num_processes") + 1] == str(nproc or gpus)
-    assert "--quiet" in command
     assert file is not None
     assert file | expected == file
     assert file["num_processes"] == (nproc or gpus)

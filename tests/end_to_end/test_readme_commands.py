@@ -53,7 +53,8 @@ def test_every_command_of_readme_and_tutorial_runs(tmp_path: Path):
     project = copy_of_the_project(tmp_path / "llm_pretrain")
     script = "".join(blocks(READMES[0]) + blocks(TUTORIAL))
     (project / "question.txt").write_text(QUESTION + "\n")
-    script = with_question(script)
+    assert script.count("--budget 2h") == 1
+    script = with_question(script.replace("--budget 2h", "--budget 1.3e14"))  # the shortest ladder
     for code in re.findall(r"^```python\n(.*?)^```$", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL):
         script += f"python - <<'END'\n{code}END\n"
     environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}

@@ -146,6 +146,41 @@ def test_stopped_in_every_way_is_the_run_that_nobody_stopped(
     assert_exact(run, undisturbed_alone if name == "alone" else undisturbed)
 
 
+@pytest.mark.slow
+def test_the_train_command_ends_as_its_ranks_do(
+    options: list[str], undisturbed: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where a step takes longer than torchrun waits for a rank that it has sent a signal."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0")
+    stops = (
+        ("train", SIGINT),
+        ("train accelerate", SIGTERM),
+        ("train", SIGHUP),
+        ("train accelerate", SIGUSR1),
+    )
+    folder, rows, step = tmp_path / "run", 0, 0
+    for number, (command, sent) in enumerate(stops):
+        launch = begin(command, folder, options)
+        row_of(4 * number + 3)(launch)
+        to_group(sent)(launch)
+        finished = launch.finish()
+        step = stopped_cleanly(launch, finished, rows, step)
+        rows = len(finished.raw_steps())
+        assert (finished.exit_code, "Traceback" in finished.output) == (75, False), finished.output[-3000:]
+        assert finished.output.splitlines()[-1].startswith(f"stopped by {sent.name} after step {step}; ")
+    launch = begin("train", folder, options)
+    row_of(19)(launch)
+    to_rank(1, signal.SIGKILL)(launch)
+    finished = launch.finish()
+    assert finished.exit_code == 128 + signal.SIGKILL
+    assert "error: rank 1 was ended by SIGKILL\n" in finished.output
+    assert "Traceback" not in finished.output
+    nothing_left(launch)
+    launch = begin("train accelerate", folder, options)
+    assert launch.finish().exit_code == 0
+    assert_exact(Finished(0, "", folder), undisturbed)
+
+
 @pytest.mark.parametrize(
     ("command", "number"),
     [

@@ -36,6 +36,7 @@ _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 _USR1 = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 _ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")
 _TWO = ("--config_file", str(CPU_FILE), "--num_processes", "2", "--main_process_port", "0")
+_TRAIN = (sys.executable, "-m", "llm_pretrain", "train", "--nproc")
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "python": (sys.executable, str(TORCHRUN_SCRIPT)),
@@ -45,6 +46,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "torchrun usr1": (*_TORCHRUN, *_USR1, str(TORCHRUN_SCRIPT)),
     "accelerate 1": (*_ACCELERATE, "--cpu", "--num_processes", "1", str(ACCELERATE_SCRIPT)),
     "accelerate": (*_ACCELERATE, *_TWO, str(ACCELERATE_SCRIPT)),
+    "train": (*_TRAIN, "2"),
+    "train accelerate": (*_TRAIN, "2", "--launcher", "accelerate"),
+    "train accelerate 1": (*_TRAIN, "1", "--launcher", "accelerate"),
 }
 """Launchers up to the script's options, by a short name."""
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,18 @@ def test_the_table_has_the_newest_figures_of_a_run(tmp_path, monkeypatch):
     assert header.split() == ["run", "state", "step", "loss", "tok/s", "left", "row"]
     expected = f"run running 40/100 {rows[39]['train/loss']:.4f} 2.5k 1m00s 5s ago"
     assert line.split() == expected.split()
+
+
+def test_a_run_without_its_process_was_killed(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for pid, host, state in (
+        (os.getpid(), socket.gethostname(), "running"),
+        (gone.pid, "another", "running"),
+        (gone.pid, socket.gethostname(), "killed"),
+    ):
+        run = make_run(tmp_path / f"{pid}-{host}", [training_row(1)], state="running", pid=pid, host=host)
+        assert frame_of(run).splitlines()[1].split()[1] == state
 
 
 @pytest.mark.parametrize("width", [1, 12, 30, 200])

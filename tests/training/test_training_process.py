@@ -81,14 +81,17 @@ def test_what_is_left_over_in_a_shell_is_named(monkeypatch: pytest.MonkeyPatch, 
     assert capsys.readouterr().err.startswith(start)
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-def test_a_stop_signal_promises_no_save_that_may_not_come(elastic: bool, monkeypatch, capfd):
+@pytest.mark.parametrize(("elastic", "bare"), [(False, True), (True, True), (True, False)])
+def test_a_stop_signal_promises_no_save_that_may_not_come(elastic: bool, bare: bool, monkeypatch, capfd):
     monkeypatch.delenv(process._ELASTIC, raising=False)
     if elastic:
         monkeypatch.setenv(process._ELASTIC, "x")
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM" if bare else "SIGQUIT")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "9")
     with process.SignalHandler():
         signal.raise_signal(signal.SIGTERM)
     said = "SIGTERM: the run saves and stops after this step" + ", unless another rank failed" * elastic
+    said += " (its launcher waits 9 s, then kills it, and prints a traceback)" * (elastic and bare)
     assert capfd.readouterr().err == f"{said}\n"
 
 
