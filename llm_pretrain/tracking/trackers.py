@@ -16,8 +16,9 @@ import string
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,7 +34,8 @@ Row = Mapping[str, Any]
 class Console:
     """Messages and progress of one run.
 
-    Lines go to standard output, warnings and the bar to standard error.
+    Lines go to standard output, warnings and the bar to standard error. On a terminal, the line of a row has
+    as many figures as fit.
 
     Args:
         config: The run's configuration; the progress bar shows its name.
@@ -47,17 +49,17 @@ class Console:
         self._step = start_step
         self._max_steps = max_steps
         self._first: tuple[float, int] | None = None
-        self._bar = None
+        self._bar, self._figures = None, ""
         if enabled and sys.stderr.isatty():
             from tqdm import tqdm
 
             # some terminals (in containers, say) report 0 columns and rows, with which tqdm shows nothing
             has_size = os.get_terminal_size(sys.stderr.fileno()).columns > 0
             self._bar = tqdm(
-                desc=config.run.name,
+                desc=config.run.name[:20],
                 initial=start_step,
                 total=max_steps,
-                unit="step",
+                bar_format="{desc}:{percentage:4.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
                 dynamic_ncols=has_size,
                 ncols=None if has_size else 120,
                 nrows=None if has_size else 24,
@@ -78,15 +80,24 @@ class Console:
         step = row["step"]
         if any(key.startswith(("train/", "perf/")) for key in row):
             remaining = self._remaining_seconds(row)
-            parts = [*_training_parts(row), *_expert_parts(row)]
-            if self._bar is not None:
-                self._bar.set_postfix_str("  ".join(parts), refresh=False)
-                self._bar.update(step - self._bar.n)
-            else:
-                parts += [f"eta {duration(remaining)}"] if remaining is not None else []
-                self.info("  ".join([f"step {step}/{self._max_steps}", *parts]))
+            eta = [f"eta {duration(remaining)}"] if remaining is not None else []
+            first, parts = [*_first_parts(row), *eta], [*_training_parts(row), *_expert_parts(row)]
+            self._figures = "  ".join(first)
+            self.step(step)
+            self.info(_fitting([f"step {step}/{self._max_steps}", *first, *parts]))
         if evaluation := list(_evaluation_parts(row)):
-            self.info("  ".join([f"step {step}/{self._max_steps}", *evaluation]))
+            self.info(_fitting([f"step {step}/{self._max_steps}", *evaluation]))
+
+    def step(self, step: int) -> None:
+        """Move the bar to a step that is done."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._figures, refresh=False)
+            self._bar.update(step - self._bar.n)
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Show in the bar how many batches of an evaluation are done."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"evaluation {done}/{total}")
 
     def close(self) -> None:
         """Close the progress bar and show nothing more."""
@@ -120,17 +131,29 @@ class Console:
             self._enabled = False
 
 
-def _training_parts(row: Row) -> Iterator[str]:
+def _fitting(parts: Sequence[str]) -> str:
+    """The parts in a line; without the last ones that a terminal on standard output has no room for."""
+    width = 0
+    with suppress(OSError, ValueError):  # a closed or replaced standard output
+        width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
+    ends = accumulate(len(part) + 2 for part in parts)
+    return "  ".join(part for part, end in zip(parts, ends, strict=True) if not width or end - 2 < width)
+
+
+def _first_parts(row: Row) -> Iterator[str]:
     if row.get("train/skipped"):
         yield f"skipped ({row['train/skipped']})"
     if "train/loss" in row:
         yield f"loss {_number(row['train/loss'], '.4f')}"
+    if (speed := finite_number(row.get("perf/tokens_per_second"))) is not None:
+        yield f"{quantity(speed)} tok/s"
+
+
+def _training_parts(row: Row) -> Iterator[str]:
     if "train/learning_rate" in row:
         yield f"lr {_number(row['train/learning_rate'], '.2e')}"
     if "train/grad_norm" in row:
         yield f"grad {_number(row['train/grad_norm'], '.3g')}"
-    if (speed := finite_number(row.get("perf/tokens_per_second"))) is not None:
-        yield f"{quantity(speed)} tok/s"
     if (memory := finite_number(row.get("perf/memory_bytes"))) is not None:
         yield f"mem {size_text(memory)}"
     if (mfu := finite_number(row.get("perf/mfu"))) is not None:

@@ -65,10 +65,13 @@ class Evaluator:
         """Targets of the last evaluation, and their UTF-8 bytes."""
 
     @torch.no_grad()
-    def __call__(self, model: Module) -> dict[str, float | None] | None:
+    def __call__(
+        self, model: Module, show: Callable[[int, int], object] = lambda done, total: None
+    ) -> dict[str, float | None] | None:
         """The `eval/*` metrics, empty without validation tokens; None if any rank was asked to stop.
 
-        Metrics of a source without validation tokens are None.
+        Metrics of a source without validation tokens are None. `show` gets the numbers of batches, done and
+        in all.
         """
         place = self.place
         was_training = model.training
@@ -81,6 +84,7 @@ class Evaluator:
                     sums = None
                     break
                 heartbeat()
+                show(first, len(self.batches))
                 index = first + place.data
                 if index < len(self.batches):
                     values = self._batch_sums(own_part(self.batches[index], place))

@@ -230,7 +230,7 @@ class Trainer:
         model, optimizer = self.engine.model_and_optimizer()
         heartbeat(f"the evaluation after step {step}")
         with ema_parameters(optimizer):
-            metrics = self.evaluator(model)
+            metrics = self.evaluator(model, console.evaluating)
             loss = metrics.get("eval/loss") if metrics else None
             self.progress.evaluation_owed = metrics is None
             if metrics:
@@ -272,7 +272,9 @@ class Trainer:
             return self._preempted(console.info)
         reason = "; ".join(self.status.findings()) or None
         self.status.ended(step, 0, reason)
-        console.info(f"finished at step {step}: {self.folder.path}")
+        loss = self.recorder.last_loss()
+        shown = f" with loss {loss:.4f}" if isinstance(loss, float) else ""
+        console.info(f"finished at step {step}{shown}: {self.folder.path}")
         console.info(f"weights: {self.checkpoints.weights_of(step)}")
         if reason:
             console.warning(f"{reason}: {self.status.path}")

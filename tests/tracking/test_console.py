@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pty
+import re
 import select
+import struct
 import sys
+import termios
 import time
 
 import pytest
@@ -30,8 +34,8 @@ LINES: list[tuple[dict, list[str]]] = [
     (
         ROW,
         [
-            "step 120/1000  loss 4.2314  lr 9.80e-04  grad 0.831  12.3k tok/s  "
-            "mem 512.0 MiB  mfu 41%  eta 2m10s"
+            "step 120/1000  loss 4.2314  12.3k tok/s  eta 2m10s  lr 9.80e-04  grad 0.831  "
+            "mem 512.0 MiB  mfu 41%"
         ],
     ),
     (
@@ -101,26 +105,43 @@ def test_a_console_that_fails_shows_nothing_more(monkeypatch, failure):
     shown.info("x")
 
 
-def test_a_terminal_gets_a_bar_with_rate_and_time_left(monkeypatch):
-    terminal, inside = pty.openpty()  # which reports no columns and no rows
+@pytest.mark.parametrize("columns", [0, 80, 100, 200])
+def test_a_terminal_keeps_the_rows_above_a_bar_that_moves_with_every_step(monkeypatch, columns: int):
+    terminal, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("4H", 24 if columns else 0, columns, 0, 0))
     with open(inside, "w") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
         patch.setattr(sys, "stderr", stream)
         shown = console(start_step=10, max_steps=40)
         for step in range(11, 31):
-            time.sleep(0.02)
-            shown.row({"step": step, "train/loss": 2.5})
+            time.sleep(0.03)
+            shown.step(step)
+            if step % 10 == 0:
+                shown.row(ROW | {"step": step, "train/loss": step / 8})
+        shown.evaluating(3, 20)
         shown.info("a line")
         shown.row({"step": 30, "eval/loss": 2.0})
+        shown.step(31)
         shown.close()
         stream.flush()
         output = b""
         while select.select([terminal], [], [], 0)[0]:
-            output += os.read(terminal, 4096)
+            output += os.read(terminal, 1 << 16)
     os.close(terminal)
-    text = output.decode()
-    assert "a line" in text
-    assert "eval loss 2.0000" in text
-    last = [state for state in text.split("\r") if "step/s" in state][-1]
-    for part in ("pretrain", "30/40", "step/s", "loss 2.5000", "75%"):
-        assert part in last
+    pieces = [piece.rstrip() for piece in re.split(r"[\r\n]+", re.sub(r"\x1b\[\w", "", output.decode()))]
+    assert all(len(piece) <= columns for piece in pieces if columns)
+    rows = [piece for piece in pieces if piece.startswith("step ")]
+    figures = rows[0].split("  ")
+    assert figures.pop(3).startswith("eta ")
+    expected = ["step 20/40", "loss 2.5000", "12.3k tok/s", "lr 9.80e-04", "grad 0.831"]
+    assert figures == expected + ["mem 512.0 MiB", "mfu 41%"] * (columns != 80)
+    assert [row.split("  ")[:2] for row in rows[1:]] == [
+        ["step 30/40", "loss 3.7500"],
+        ["step 30/40", "eval loss 2.0000"],
+    ]
+    assert "a line" in pieces
+    bars = [piece for piece in pieces if piece.startswith("pretrain:")]
+    assert any(re.search(r" 1[1-9]/40", bar) for bar in bars)
+    assert any("30/40, evaluation 3/20" in bar for bar in bars)
+    for part in ("78%", "31/40, loss 3.7500  12.3k tok/s  eta "):
+        assert part in bars[-1]

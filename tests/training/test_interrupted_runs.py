@@ -163,10 +163,10 @@ def stopping(stop: Stop) -> Iterator[None]:
         if stop == Stop("step", seen[0], stop.is_kill):
             end()
 
-    def evaluation(self: Any, model: Any) -> Any:
+    def evaluation(self: Any, model: Any, show: Any) -> Any:
         if stop == Stop("evaluation", seen[0], stop.is_kill):
             end()
-        return evaluate(self, model)
+        return evaluate(self, model, show)
 
     def evaluated(self: Any, progress: Any, loss: float) -> None:
         keep_best(self, progress, loss)

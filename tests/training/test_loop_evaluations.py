@@ -143,7 +143,7 @@ def test_a_run_is_held_against_its_prediction(
     """Every leaving of the interval is said once; nothing before the first step of the prediction, or after
     its last."""
     found = iter([9.0, 9.0, 5.0, 4.9, 3.5, 9.0, 2.0, 9.0, 9.0])
-    monkeypatch.setattr(Evaluator, "__call__", lambda self, model: {"eval/loss": next(found)})
+    monkeypatch.setattr(Evaluator, "__call__", lambda self, model, show: {"eval/loss": next(found)})
     curve, folder = predicted((2, 4.0, 3.5, 4.5), (6, 3.0, 2.5, 3.5)), tmp_path / "run"
     assert train(*options(plain_store, folder, *curve, "--evaluation.eval_steps", "1")) == 0
     assert [line for line in capsys.readouterr().err.splitlines() if "predicted" in line] == [
