@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 
 from llm_pretrain.errors import CheckpointError, PretrainError, ResourceError, printable
@@ -51,18 +53,19 @@ def main(argv: list[str] | None = None) -> int:
             print(__version__ if name == "--version" else _usage(), flush=True)
             return 0 if name else _EXIT_USAGE
         if name not in COMMANDS:
-            known = ", ".join(COMMANDS)
-            print(
-                f"llm-pretrain: error: expected a command ({known}), found {name!r}; see llm-pretrain --help",
-                file=sys.stderr,
-            )
+            near = get_close_matches(name, COMMANDS, 1, 0.5)
+            hint = f"did you mean {near[0]}? Or " if near else ""
+            found = f"expected a command, found {name!r}; {hint}see llm-pretrain --help"
+            print(f"llm-pretrain: error: {found}", file=sys.stderr)
             return _EXIT_USAGE
+        from llm_pretrain.commands.options import HelpFormatter
+
         command = import_module(f"llm_pretrain.commands.{name}")
         parser = argparse.ArgumentParser(
             prog=f"llm-pretrain {name}",
             description=COMMANDS[name],
             epilog=command.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
         )
         command.add_arguments(parser)
         parsed, unknown = parser.parse_known_args(rest)
@@ -107,23 +110,23 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: llm-pretrain COMMAND …",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "examples:",
-            "  llm-pretrain tokenizer --input stdlib --vocab_size 6400 --output data/tokenizers/stdlib",
-            "  llm-pretrain prepare --input stdlib --tokenizer data/tokenizers/stdlib "
-            "--output data/stores/stdlib",
-            "  llm-pretrain train --config quickstart",
-            "  llm-pretrain COMMAND --help",
-        ]
-    )
+    from llm_pretrain.commands.options import wrapped
+
+    width, columns = max(map(len, COMMANDS)), shutil.get_terminal_size().columns
+    lines = [
+        "usage: llm-pretrain COMMAND …",
+        "",
+        "commands:",
+        *(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()),
+        "",
+        "examples:",
+        "  llm-pretrain tokenizer --input stdlib --vocab_size 6400 --output data/tokenizers/stdlib",
+        "  llm-pretrain prepare --input stdlib --tokenizer data/tokenizers/stdlib "
+        "--output data/stores/stdlib",
+        "  llm-pretrain train --config quickstart",
+        "  llm-pretrain COMMAND --help",
+    ]
+    return "\n".join(wrapped(line, columns) for line in lines)
 
 
 if __name__ == "__main__":

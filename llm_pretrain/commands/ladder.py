@@ -47,7 +47,7 @@ _NOT_COMPARED = {"data.sources", "run.name", "run.output_dir"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    parser.usage = "llm-pretrain ladder --input STORE --budget BUDGET [options] [--section.field VALUE ...]"
+    parser.usage = "%(prog)s --input STORE --budget BUDGET [options]\n  [--section.field VALUE ...]"
     parser.description = (
         "Trains small models of one family, each at several numbers of tokens, within a budget; writes their "
         "losses\nto points.jsonl, from which `llm-pretrain plan` predicts larger runs."

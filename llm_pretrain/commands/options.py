@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import textwrap
 from collections.abc import Callable, Collection, Sequence
 from inspect import Parameter, signature
 from types import UnionType
@@ -11,8 +13,36 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 from llm_pretrain.config.schema import check_ranges, documentation
 from llm_pretrain.errors import ConfigError
 
+_LONG = 30
+"""Choices of more characters stand in an option's help, not in the usage."""
 _DASHED = ("world_size",)
 """Options that may be written with dashes too."""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of descriptions and examples, except for those that the terminal has no room for."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(wrapped(line, width) for line in text.splitlines())
+
+
+def wrapped(line: str, width: int) -> str:
+    """A line of text, cut to `width` columns: a command before its options, a table in its last column."""
+    if len(line) <= width:
+        return line
+    if line.startswith("  llm-pretrain "):
+        parts = re.split(r" (?=--)", line)
+        lines = [parts[0]]
+        for part in parts[1:]:
+            if len(lines[-1]) + len(part) + 3 > width:
+                lines[-1] += " \\"
+                lines.append("     ")
+            lines[-1] += f" {part}"
+        return "\n".join(lines)
+    indent = re.match(r" *(.* {2,})?", line)
+    assert indent is not None
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(line, width, subsequent_indent=" " * indent.end(), **options)
 
 
 def add_parameters(
@@ -44,12 +74,15 @@ def add_parameters(
             options["action"] = "store_true"
         elif get_origin(kind) is Literal:
             options["choices"] = get_args(kind)
+            if len(names := ", ".join(get_args(kind))) > _LONG:
+                options |= {"metavar": name.upper(), "help": f"{options['help']}: {names}"}
         elif kind in (int, float):
             options |= {"type": kind, "metavar": "N"}
         elif get_origin(kind) is Sequence:
-            options |= {"nargs": "+", "type": get_args(kind)[0]}
+            metavar = name.rpartition("_")[2].upper()
+            options |= {"nargs": "+", "type": get_args(kind)[0], "metavar": metavar}
         if name in positional:
-            parser.add_argument(name, metavar=name.upper(), **options)
+            parser.add_argument(name, **(options | {"metavar": name.upper()}))
             continue
         if get_origin(kind) is Sequence:
             options["action"] = "extend"

@@ -17,7 +17,7 @@ Below the table: why a run ended, and what was found wrong in its steps or files
 
 examples:
   llm-pretrain top runs/quickstart           # until it ends, or Ctrl-C
-  llm-pretrain top runs/                     # all runs in the folder, a line each
+  llm-pretrain top runs/                     # all in the folder, or in a ladder
   llm-pretrain top runs/quickstart --once    # one look, also into a pipe
 """
 

@@ -25,7 +25,7 @@ _LAUNCHER = (sys.executable, "-P", str(PACKAGE_ROOT / "llm_pretrain" / "launch" 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options; all others are the script's."""
-    parser.usage = "%(prog)s [--launcher L] [--nproc N] [--config FILE ...] [--section.field VALUE ...]"
+    parser.usage = "%(prog)s [--launcher L] [--nproc N] [--config FILE ...]\n  [--section.field VALUE ...]"
     parser.description = (
         "Starts train_pretrain.py or train_pretrain_accelerate.py, which take all other options; "
         "--print_config\nshows and explains them. On several machines start the launcher itself "

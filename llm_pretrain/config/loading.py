@@ -392,7 +392,7 @@ def _shorten_schedule(tree: _Tree, preset: _Tree, own: set[str]) -> list[str]:
 
 
 def _help_text(prog: str) -> str:
-    usage = "%(prog)s [--config FILE ...] [--section.field VALUE ...] [--print_config]"
+    usage = "%(prog)s [--config FILE ...] [--section.field VALUE ...]\n  [--print_config]"
     parser = argparse.ArgumentParser(prog=prog, usage=usage, description=Config.__doc__)
     parser.add_argument(
         "--config", metavar="FILE",

@@ -77,7 +77,9 @@ def _runs_in(path: Path) -> list[Path]:
     """The folder if it is a run's, else the runs directly in it, by name; ConfigError if there are none."""
     inside = []
     if path.is_dir() and not is_run_folder(path):
+        of_ladder = path / "runs"
         inside = sorted(each for each in path.iterdir() if is_run_folder(each))
+        inside += sorted(each for each in of_ladder.glob("*") if is_run_folder(each))
     if not inside:
         check_run_folder(path)
     return inside or [path]

@@ -314,10 +314,11 @@ class Trainer:
         """
         config, engine, console = self.config, self.engine, self.recorder.console
         training, size = config.training, count_parameters(config.model)
+        launched = f" by {engine.launcher}" if engine.world_size > 1 else ""
         active = f" ({quantity(size.active)} active)" if size.active != size.total else ""
         console.info(
             f"{config.run.name}: {quantity(size.total)} parameters{active}, "
-            f"{engine.world_size} x {engine.device.type} by {engine.launcher}, "
+            f"{engine.world_size} x {engine.device.type}{launched}, "
             f"{config.distributed.strategy}, {training.precision}"
         )
         if engine.device.type == "cuda":

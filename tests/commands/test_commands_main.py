@@ -18,22 +18,29 @@ from llm_pretrain.commands import prepare as prepare_command
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_ends_in_an_example(command, capsys):
+def test_help_fits_the_terminal_and_ends_in_an_example(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
-    last = capsys.readouterr().out.rstrip().splitlines()[-1]
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    last = text.replace(" \\\n     ", "").rstrip().splitlines()[-1]
     assert last.startswith("  ")
     assert f"llm-pretrain {command} " in last
 
 
-def test_usage_lists_every_command(capsys):
+def test_usage_lists_every_command(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
     assert all(name in text for name in COMMANDS)
     assert main([]) == 2
     assert main(["pretrain"]) == 2
     assert "expected a command" in capsys.readouterr().err
+    assert main(["trian"]) == 2
+    assert "found 'trian'; did you mean train? Or see llm-pretrain --help\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("field", ["a\nb", "\x1b[31m", "\u202e"])

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -102,11 +103,12 @@ def test_runs_of_a_folder_have_a_line_each(tmp_path):
     for name in ("first", "second"):
         make_run(tmp_path / name, [training_row(step) for step in (1, 2)], step=2)
     (tmp_path / "notes").mkdir()
+    expected = [["first", "finished", "2/100"], ["second", "finished", "2/100"]]
     lines = frame_of(tmp_path, width=120).splitlines()
-    assert [line.split()[:3] for line in lines[1:]] == [
-        ["first", "finished", "2/100"],
-        ["second", "finished", "2/100"],
-    ]
+    assert [line.split()[:3] for line in lines[1:]] == expected
+    (tmp_path / "ladder").mkdir()
+    shutil.copytree(tmp_path / "first", tmp_path / "ladder" / "runs" / "first")
+    assert [line.split()[:3] for line in frame_of(tmp_path / "ladder").splitlines()[1:]] == expected[:1]
 
 
 def test_it_follows_a_run_to_its_end(tmp_path: Path):
