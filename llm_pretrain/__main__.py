@@ -17,7 +17,7 @@ COMMANDS = {
     "tokenizer": "train a tokenizer on texts: jsonl, parquet, csv and others",
     "prepare": "tokenise texts (jsonl, parquet, csv and others) into a token store",
     "convert": "turn token files of nanoGPT or llm.c into a token store",
-    "inspect": "show what is in a token store: lengths, masks, packing, samples",
+    "inspect": "show what is in a token store, or what a run read at a step",
     "configs": "list the presets; write minimind's options or a config.json as a configuration",
     "estimate": "estimate parameters, memory by part, time and cost of a configuration",
     "simulate": "simulate a step of one rank of any number: memory, collectives, time; find a mesh",

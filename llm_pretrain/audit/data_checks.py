@@ -125,7 +125,7 @@ class _EpochCounter:
 
 
 def _check_digests(check: Check, run: RunFiles, samples: AttemptSamples, wanted: str | int | None) -> None:
-    rows = list(_intervals(run))
+    rows = list(intervals(run))
     chosen = _choose_rows(len(rows), wanted, run.config, run.logging_steps(run.attempts[-1]))
     steps = unknown = 0
     for number in chosen:
@@ -134,7 +134,7 @@ def _check_digests(check: Check, run: RunFiles, samples: AttemptSamples, wanted:
             unknown += 1
             continue
         steps += row["step"] - first
-        _compare(check, samples, attempt, first, before, row)
+        compare_row(check, samples, attempt, first, before, row)
     check.looked_at = f"{len(chosen) - unknown} of {len(rows)} rows, {steps} steps assembled again"
     if len(chosen) < len(rows):
         check.looked_at += " (evenly chosen; --samples all takes every row)"
@@ -142,7 +142,7 @@ def _check_digests(check: Check, run: RunFiles, samples: AttemptSamples, wanted:
         check.reason = f"{unknown} rows that begin in another run"
 
 
-def _intervals(run: RunFiles) -> Iterator[tuple[Attempt, int | None, Row | None, Row]]:
+def intervals(run: RunFiles) -> Iterator[tuple[Attempt, int | None, Row | None, Row]]:
     """Yield (attempt, first step counted from 0, row before that step or None, row) for each row, in order.
 
     The first step follows the previous row, or a row that was due but is missing. It is None if another run
@@ -168,7 +168,7 @@ def _choose_rows(count: int, wanted: str | int | None, config: Config, every: in
     return sorted({round(place) for place in places.tolist()})
 
 
-def _compare(
+def compare_row(
     check: Check, samples: AttemptSamples, attempt: Attempt, first: int, before: Row | None, row: Row
 ) -> None:
     """Compare one row with the samples of steps `first` to `row["step"] - 1`, counted from 0."""

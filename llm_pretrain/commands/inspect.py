@@ -1,4 +1,4 @@
-"""`llm-pretrain inspect`: prints what is in a token store, as text or JSON."""
+"""`llm-pretrain inspect`: prints what is in a token store, or what a run read at a step, as text or JSON."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from llm_pretrain.data.inspection import Sample, inspect_store, sample_documents
+from llm_pretrain.data.inspection import Sample, SamplePart, inspect_store, sample_documents
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import ConfigError, printable
 
@@ -20,6 +21,7 @@ examples:
   llm-pretrain inspect data/stores/chat --samples 3 --seed 1
   llm-pretrain inspect data/stores/web --verify
   llm-pretrain inspect data/stores/web --samples 2 --json
+  llm-pretrain inspect runs/quickstart --step 120 --loss
 """
 _BAR = 40
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
@@ -28,7 +30,16 @@ _PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", metavar="STORE", help="folder of a token store")
+    parser.add_argument("store", metavar="STORE", help="folder of a token store, or of a run with --step")
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="show the sequences that a run read at step N, confirmed by its row",
+    )
+    parser.add_argument(
+        "--loss", action="store_true", help="with each one's loss under the newest checkpoint before the step"
+    )
     parser.add_argument(
         "--sequence_length",
         type=int,
@@ -56,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Open the store, which also checks it, and print its content."""
+    if arguments.step is not None:
+        return _run_of_step(Path(arguments.store), arguments)
     if arguments.seed < 0:
         raise ConfigError(f"--seed: expected 0 or more, found {arguments.seed}")
     store = TokenStore(arguments.store)
@@ -72,6 +85,27 @@ def run(arguments: argparse.Namespace) -> int:
         _print_split(name, split, facts["sequence_length"])
     for sample in samples:
         _print_sample(sample)
+    return 0
+
+
+def _run_of_step(folder: Path, arguments: argparse.Namespace) -> int:
+    from llm_pretrain.audit.step_samples import sequences_of_step
+
+    sequences = sequences_of_step(folder, arguments.step, with_loss=arguments.loss)
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(each) for each in sequences], indent=1, ensure_ascii=False))
+        return 0
+    for sequence in sequences:
+        loss = "" if sequence.loss is None else f", loss {sequence.loss:.4f} at step {sequence.loss_step}"
+        mark = ", stands out" if sequence.stands_out else ""
+        print(f"\n=== sequence {sequence.slot}, of {printable(sequence.source)}{loss}{mark}")
+        for piece in sequence.pieces:
+            _print_parts(
+                f"document {piece.document:,} from token {piece.start:,}, {piece.tokens:,} tokens",
+                piece.parts,
+            )
+    if slots := [str(sequence.slot) for sequence in sequences if sequence.stands_out]:
+        print(f"\nsequences whose loss stands out: {', '.join(slots)}")
     return 0
 
 
@@ -124,16 +158,19 @@ def _print_split(name: str, split: dict[str, Any], sequence_length: int) -> None
 
 
 def _print_sample(sample: Sample) -> None:
+    rest = f", first {sample.shown:,}" if sample.shown < sample.tokens else ""
+    title = f"{sample.split} document {sample.document:,}, {sample.tokens:,} tokens{rest}"
+    _print_parts(title, sample.parts)
+
+
+def _print_parts(title: str, parts: Sequence[SamplePart]) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
     marked = console.is_terminal and not console.no_color
-    rest = f", first {sample.shown:,}" if sample.shown < sample.tokens else ""
-    text = Text(
-        f"\n{sample.split} document {sample.document:,}, {sample.tokens:,} tokens{rest}\n", style="bold"
-    )
-    for part in sample.parts:
+    text = Text(f"\n{title}\n", style="bold")
+    for part in parts:
         shown = _visible(part.text)
         if not part.masked:
             text.append(shown, style="not bold")

@@ -41,8 +41,9 @@ def wrapped(line: str, width: int) -> str:
         return "\n".join(lines)
     indent = re.match(r" *(.* {2,})?", line)
     assert indent is not None
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(line, width, subsequent_indent=" " * indent.end(), **options)
+    return textwrap.fill(
+        line, width, subsequent_indent=" " * indent.end(), break_long_words=False, break_on_hyphens=False
+    )
 
 
 def add_parameters(
@@ -82,7 +83,8 @@ def add_parameters(
             metavar = name.rpartition("_")[2].upper()
             options |= {"nargs": "+", "type": get_args(kind)[0], "metavar": metavar}
         if name in positional:
-            parser.add_argument(name, **(options | {"metavar": name.upper()}))
+            options["metavar"] = name.upper()
+            parser.add_argument(name, **options)
             continue
         if get_origin(kind) is Sequence:
             options["action"] = "extend"

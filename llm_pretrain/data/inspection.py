@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -120,19 +121,27 @@ def sample_documents(store: TokenStore, count: int, seed: int, split: str = "tra
         raise ConfigError(f"--samples: expected 0 or more, found {count}")
     documents = store.split(split)
     tokenizer = store.tokenizer()
-    pieces = tokenizer.token_pieces()
     chosen = np.random.default_rng(seed).choice(
         documents.documents, size=min(count, documents.documents), replace=False
     )
     for index in chosen.tolist():
         ids, mask = documents.document(index)
-        check_ids(ids, len(pieces), str(store.path / split), int(documents.offsets[index]))
-        shown, targets = ids[:SAMPLE_TOKENS].tolist(), mask[:SAMPLE_TOKENS].tolist()
-        parts = []
-        for target, group in groupby(zip(shown, targets, strict=True), key=lambda pair: pair[1]):
-            text = b"".join(
-                tokenizer.token(token).encode() if token in tokenizer.special_ids else pieces[token]
-                for token, _ in group
-            )
-            parts.append(SamplePart(text.decode("utf-8", errors="replace"), not target))
-        yield Sample(split, index, len(ids), len(shown), tuple(parts))
+        check_ids(ids, tokenizer.vocab_size, str(store.path / split), int(documents.offsets[index]))
+        parts = decoded_parts(tokenizer, ids[:SAMPLE_TOKENS], mask[:SAMPLE_TOKENS])
+        yield Sample(split, index, len(ids), min(len(ids), SAMPLE_TOKENS), tuple(parts))
+
+
+def decoded_parts(tokenizer: Tokenizer, ids: np.ndarray, mask: np.ndarray) -> Iterator[SamplePart]:
+    """The text of tokens, special ones by their names, cut where the loss `mask` (bool [tokens]) changes."""
+    pieces = _pieces_of(tokenizer)
+    for target, group in groupby(zip(ids.tolist(), mask.tolist(), strict=True), key=lambda pair: pair[1]):
+        text = b"".join(
+            tokenizer.token(token).encode() if token in tokenizer.special_ids else pieces[token]
+            for token, _ in group
+        )
+        yield SamplePart(text.decode("utf-8", errors="replace"), not target)
+
+
+@functools.lru_cache(maxsize=4)
+def _pieces_of(tokenizer: Tokenizer) -> list[bytes]:
+    return tokenizer.token_pieces()

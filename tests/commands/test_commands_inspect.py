@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,11 @@ import pytest
 from support.corpora import make_store, make_tokenizer, write_jsonl
 
 from llm_pretrain.__main__ import main
+from llm_pretrain.audit.step_samples import sequences_of_step
+from llm_pretrain.config.loading import load_config
 from llm_pretrain.data import store as token_store
 from llm_pretrain.data.inspection import inspect_store, sample_documents
+from llm_pretrain.data.loader import train_samples
 from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.store import TokenStore
 
@@ -133,3 +137,40 @@ def test_verify_finds_what_opening_a_large_store_does_not(store, tmp_path, capsy
     error = capsys.readouterr().err
     assert "tokens-00000.bin: expected unaltered contents" in error
     assert error.count("\n") == 1
+
+
+def test_a_step_shows_the_sequences_that_the_run_read(trained_run, capsys, tmp_path):
+    config = load_config(["--config", str(trained_run.folder / "config.yaml")])
+    samples, size = train_samples(config), config.training.global_batch_size
+    stores = {source.label: TokenStore(source.store).split("train") for source in config.data.sources}
+    for step in (1, 3):
+        batch = samples.__getitems__(range((step - 1) * size, step * size))
+        sequences = sequences_of_step(trained_run.folder, step, with_loss=step == 3)
+        assert {sequence.source for sequence in sequences} == stores.keys()
+        for sequence, ids, is_target in zip(sequences, batch.input_ids, batch.loss_mask, strict=True):
+            read = [
+                stores[sequence.source]
+                .document(piece.document)[0][piece.start :][: piece.tokens - 1]
+                .tolist()
+                for piece in sequence.pieces
+            ]
+            joined = list(chain.from_iterable(read))
+            assert ids[: len(joined)].tolist() == joined
+            assert not is_target[len(joined) :].any()
+    targets = batch.loss_mask.sum(1).tolist()
+    total = sum(sequence.loss * count for sequence, count in zip(sequences, targets, strict=True))
+    assert total / sum(targets) == pytest.approx(trained_run.rows[3]["train/loss"], rel=1e-5)
+    assert {sequence.loss_step for sequence in sequences} == {2}
+
+    assert main(["inspect", str(trained_run.folder), "--step", "3", "--loss"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("=== sequence ") == size
+    assert f"of {sequences[0].source}, loss {sequences[0].loss:.4f} at step 2" in output
+    assert main(["inspect", str(trained_run.folder), "--step", "99"]) == 2
+    assert "--step: expected a step from 1 to 4, found 99" in capsys.readouterr().err
+
+    copy = shutil.copytree(trained_run.folder, tmp_path / "run")
+    rows = (copy / "metrics.jsonl").read_text().replace(trained_run.rows[3]["data/batch_sha256"], "0" * 64)
+    (copy / "metrics.jsonl").write_text(rows)
+    assert main(["inspect", str(copy), "--step", "3"]) == 74
+    assert "step 3: expected data/batch_sha256 " in capsys.readouterr().err
