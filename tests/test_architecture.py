@@ -43,7 +43,7 @@ ALLOWED = {
     "api": {*_BASE, *_CORE, "audit", "forecast"},
     "commands": {*_BASE, *_CORE, "audit", "forecast", "api"},
     "__main__": {*_BASE, *_CORE, "audit", "forecast", "api", "commands"},
-    "__init__": {"version"},
+    "__init__": {"version", "api"},
 }
 """Part of the package -> the other parts it may import. The two scripts may import what `training` may, and
 `audit` and `forecast` may import the scripts."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from llm_pretrain.api import TrainedModel, open_source
+from llm_pretrain.api import TrainedModel, open_model
 from llm_pretrain.commands.generate import Sampling, write_out
 from llm_pretrain.commands.options import add_parameters, chosen
 from llm_pretrain.data.chat import chat_prompt_ids
@@ -31,7 +31,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_parameters(parser, open_source, positional=["source"])
+    add_parameters(parser, open_model, positional=["source"])
     parser.add_argument("--system", metavar="TEXT", help="instruction that stands before the conversation")
     add_parameters(parser, Sampling)
     parser.set_defaults(max_new_tokens=512)
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Answer each line until the input ends; returns the exit code."""
     sampling = chosen(arguments, Sampling)
-    source = open_source(**chosen(arguments, open_source))
+    source = open_model(**chosen(arguments, open_model))
     conversation = (Conversation if source.tokenizer.chat_template else PlainText)(source, arguments.system)
     if isinstance(conversation, PlainText):
         _note("this tokenizer has no chat template: the model continues the text, turn after turn")

@@ -6,14 +6,14 @@ import argparse
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from llm_pretrain.api import TrainedModel, open_source
+from llm_pretrain.api import TrainedModel, evaluation_config, open_model
 from llm_pretrain.commands.options import add_parameters, chosen
 from llm_pretrain.config.schema import NonNegativeInt, PositiveInt
-from llm_pretrain.config.tree import Config, SourceConfig, TrainingConfig
-from llm_pretrain.errors import ConfigError, printable
+from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import printable
 from llm_pretrain.training.store_evaluation import Figures, evaluate_files, evaluate_stores
 
 EXAMPLES = """\
@@ -57,7 +57,7 @@ class Evaluated:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_parameters(parser, open_source, positional=["source"], without=["dtype"])
+    add_parameters(parser, open_model, positional=["source"], without=["dtype"])
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--store", nargs="+", action="extend", metavar="STORE", help="token stores of the model's tokenizer"
@@ -76,8 +76,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; returns the exit code."""
     _check(arguments)
-    source = open_source(**chosen(arguments, open_source))
-    config = _settings(source, arguments)
+    source = open_model(**chosen(arguments, open_model))
+    config = evaluation_config(
+        source,
+        stores=arguments.store or (),
+        has_files=arguments.input is not None,
+        max_batches=arguments.max_batches,
+        sequence_length=arguments.sequence_length,
+        micro_batch_size=arguments.micro_batch_size,
+        precision=arguments.precision,
+    )
     _use_threads_of_the_run(source, config)
     if arguments.input is not None:
         figures = evaluate_files(source.model, source.tokenizer, config, arguments.input)
@@ -88,40 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
         what = ", ".join(each.store for each in config.data.sources) + f" ({split})"
     _print_figures(source, config, what, figures, as_json=arguments.json)
     return 0
-
-
-def _settings(source: TrainedModel, arguments: argparse.Namespace) -> Config:
-    """The run's configuration, or the defaults outside of a run, overridden by the options."""
-    run, limit = source.opened.run, source.model.config.longest_sequence
-    config = run or Config(training=TrainingConfig(precision="fp32"))
-    length = arguments.sequence_length or config.training.sequence_length
-    if run is None and arguments.sequence_length is None:
-        length = min(length, limit)
-    if length > limit:
-        raise ConfigError(
-            f"--sequence_length: expected at most the model's {limit} positions (max_position_embeddings), "
-            f"found {length}"
-        )
-    sources = config.data.sources
-    if arguments.store:
-        sources = [SourceConfig(store) for store in arguments.store]
-    elif not sources and arguments.input is None:
-        raise ConfigError("--store: expected a store, since SOURCE is in no run; name --store or --input")
-    max_batches = config.evaluation.max_batches if arguments.input is None else None
-    if arguments.max_batches is not None:
-        max_batches = arguments.max_batches or None
-    training = replace(
-        config.training,
-        sequence_length=length,
-        micro_batch_size=arguments.micro_batch_size or config.training.micro_batch_size,
-        precision=arguments.precision or config.training.precision,
-    )
-    return replace(
-        config,
-        data=replace(config.data, sources=sources),
-        training=training,
-        evaluation=replace(config.evaluation, max_batches=max_batches),
-    )
 
 
 def _use_threads_of_the_run(source: TrainedModel, config: Config) -> None:

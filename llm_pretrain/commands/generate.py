@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from llm_pretrain.api import TrainedModel, open_source
+from llm_pretrain.api import TrainedModel, open_model
 from llm_pretrain.commands.options import add_parameters, chosen
 from llm_pretrain.config.schema import NonNegativeFloat, NonNegativeInt, Range
 from llm_pretrain.errors import ConfigError, DataError
@@ -51,7 +51,7 @@ class Sampling:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_parameters(parser, open_source, positional=["source"])
+    add_parameters(parser, open_model, positional=["source"])
     parser.add_argument(
         "--prompt",
         action="append",
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = [*arguments.prompt, *map(_read_prompt, arguments.prompt_file)]
     if not prompts:
         raise ConfigError("--prompt: expected a text to continue, found none; or name a --prompt_file")
-    source = open_source(**chosen(arguments, open_source))
+    source = open_model(**chosen(arguments, open_model))
     encoded = [source.encode(prompt) for prompt in prompts]
     if not all(encoded):
         raise ConfigError("--prompt: expected some text, since this tokenizer has no start token; found none")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -169,8 +169,14 @@ class Tokenizer:
             if "added_tokens_decoder" in content:  # then transformers reads no further file
                 return
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without bos and eos. Raises DataError if a text cannot be encoded."""
+    @overload
+    def encode(self, texts: str) -> list[int]: ...  # pyright: ignore[reportOverlappingOverload]
+    @overload
+    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def encode(self, texts: Sequence[str]) -> list[int] | list[list[int]]:
+        """Token ids of a text, or of each of several, without bos and eos; DataError if one has no ids."""
+        if isinstance(texts, str):
+            return self.encode([texts])[0]
         if self._segmenter is None or self.parses_special:
             return [encoding.ids for encoding in self.encodings(texts, self.parses_special)]
         segments = [self._segmenter.findall(text) for text in texts]

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llm_pretrain.runs.folder import RUN_FOLDERS
-from llm_pretrain.runs.rows import is_training_row, parse_row
+from llm_pretrain.runs.rows import Row, is_training_row, parse_row
 
 _SAVE_IN_PROGRESS = re.compile(r"\.step-(\d+)\.tmp-.*")
 _TEMPORARY_FOLDER = re.compile(r"\.(?:step-\d+|best)\.(?:tmp|old|replaced)-.*")
@@ -34,18 +34,18 @@ class RunMonitor:
         """Whether the run has recorded the step at which it begins; its first step follows."""
         return _size(self._attempts) > self._attempts_size
 
-    def update(self) -> None:
+    def update(self) -> list[Row]:
         """Read the rows that were appended since the last call."""
         self._offset = min(self._offset, _size(self._metrics))  # a resumed run removes a torn last line
         if not self._metrics.exists():
-            return
+            return []
         with self._metrics.open("rb") as file:
             file.seek(self._offset)
             written = file.read().rpartition(b"\n")
         self._offset += len(written[0] + written[1])
-        for line in written[0].split(b"\n"):
-            if (row := parse_row(line)) is not None and is_training_row(row):
-                self.last_step = row["step"]
+        rows = [row for line in written[0].split(b"\n") if (row := parse_row(line)) is not None]
+        self.last_step = next((row["step"] for row in reversed(rows) if is_training_row(row)), self.last_step)
+        return rows
 
     def step_being_saved(self) -> int | None:
         """Step of the checkpoint or weights that the run is writing; None while it writes none."""

@@ -60,8 +60,9 @@ class RunRecord:
     def state(self) -> str:
         """`state` of `status.json`; `killed` for a `running` process of this machine that is no more."""
         state, pid = str(self.status.get("state") or "unknown"), self.status.get("pid")
-        is_here = self.status.get("host") == socket.gethostname() and isinstance(pid, int)
-        return "killed" if state == "running" and is_here and not psutil.pid_exists(pid) else state
+        is_here = self.status.get("host") == socket.gethostname()
+        is_gone = is_here and isinstance(pid, int) and not psutil.pid_exists(pid)
+        return "killed" if state == "running" and is_gone else state
 
 
 def fault_lines(status: Mapping[str, Any], *, undone: bool | None = None) -> list[str]:

@@ -38,6 +38,10 @@ MAX_PENDING = 32
 """Most steps that are recorded together; a divergence is detected at most this many steps late."""
 
 
+OnRow = Callable[[Mapping[str, object]], object]
+"""Gets each row of metrics after it was written."""
+
+
 class Recorder:
     """Collects the metrics of steps and writes a row when it is due.
 
@@ -49,6 +53,7 @@ class Recorder:
         decision: The run's decision on a step.
         must_settle: Returns whether all steps must be recorded by the end of the step with this number, for
             an evaluation, a checkpoint or a check.
+        on_row: Called on rank 0 with each row.
     """
 
     def __init__(
@@ -59,7 +64,9 @@ class Recorder:
         progress: Progress,
         decision: Decision,
         must_settle: Callable[[int], bool],
+        on_row: OnRow | None = None,
     ):
+        self._on_row = on_row
         self.config, self.engine, self.progress, self.decision = config, engine, progress, decision
         self._must_settle, self._pending = must_settle, list[Step]()
         is_rank0 = engine.rank == 0
@@ -204,6 +211,8 @@ class Recorder:
                     self.failure = error
             self.console.row(row)
             self.trackers.log(row)
+            if self._on_row is not None and self.metrics is not None:
+                self._on_row(row)
         self._row, self._due = {}, False
 
     def check(self) -> None:

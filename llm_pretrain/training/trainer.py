@@ -52,7 +52,7 @@ from llm_pretrain.training.model_setup import (
     kernels_in_use,
     load_initial_weights,
 )
-from llm_pretrain.training.recorder import Recorder, record_attempt
+from llm_pretrain.training.recorder import OnRow, Recorder, record_attempt
 from llm_pretrain.training.saving import CheckpointManager, rollback
 from llm_pretrain.training.step import Step
 
@@ -75,8 +75,15 @@ class Trainer:
     """The check of steps that are computed twice; None without `training.check_every`."""
 
     def __init__(
-        self, config: Config, engine: Engine, folder: RunFolder, status: Status, stop: SignalHandler
+        self,
+        config: Config,
+        engine: Engine,
+        folder: RunFolder,
+        status: Status,
+        stop: SignalHandler,
+        on_row: OnRow | None = None,
     ):
+        self.on_row = on_row
         self.engine, self.folder, self.status, self.stop = engine, folder, status, stop
         heartbeat("opening the data", files=True)
         self.stores: list[TokenStore] = run_on_all_ranks(engine, lambda: open_stores(config))
@@ -141,7 +148,9 @@ class Trainer:
             engine, lambda: Samples(config, self.folder, self.stores[0], is_collective=is_collective)
         )
         self.decision = Decision(config, engine, self.progress)
-        self.recorder = Recorder(config, engine, self.folder, self.progress, self.decision, self._must_settle)
+        self.recorder = Recorder(
+            config, engine, self.folder, self.progress, self.decision, self._must_settle, self.on_row
+        )
         self.checkpoints.attach(self.recorder)
         if config.training.check_every:
             from llm_pretrain.training.corruption import CorruptionCheck
@@ -377,8 +386,10 @@ UNFINISHED = (
 )
 
 
-def pretrain(config: Config, engine: Engine) -> int:
+def pretrain(config: Config, engine: Engine, on_row: OnRow | None = None) -> int:
     """Run the training that `config` describes, from its newest checkpoint if it has one.
+
+    Rank 0 calls `on_row` with each row of metrics.
 
     Returns:
         The worker's exit code: 0 finished, 75 stopped by a signal after a clean save.
@@ -406,7 +417,7 @@ def pretrain(config: Config, engine: Engine) -> int:
             run_on_all_ranks(engine, lambda: check_float8(config))
             run_on_all_ranks(engine, lambda: moments(config.optimizer, "hidden"))  # tries a class out
             run_on_all_ranks(engine, lambda: check_repeatable(config, engine.device))
-            trainer = Trainer(config, engine, folder, status, stop)
+            trainer = Trainer(config, engine, folder, status, stop, on_row)
             with explain_out_of_memory(trainer.config, engine.world_size):
                 exit_code = trainer.run()
         except BaseException as error:

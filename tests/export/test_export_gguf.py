@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from support.corpora import make_config, write_jsonl
 from transformers import AutoTokenizer
 
-from llm_pretrain.api import open_source
+from llm_pretrain.api import open_model
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.data.loader import open_stores
 from llm_pretrain.data.preparation import Preparation, prepare_store
@@ -307,7 +307,7 @@ def test_readers_begin_a_text_as_training_did(tmp_path, tokenizers, bos, capsys)
         tmp_path / "weights", BASE, store.tokenizer_folder, bos_token_id=store.bos_token_id, eos_token_id=end
     )
     assert AutoTokenizer.from_pretrained(weights)(ENGLISH)["input_ids"] == trained
-    opened = open_source(weights, tokenizer=tokenizer)
+    opened = open_model(weights, tokenizer=tokenizer)
     assert opened.encode(ENGLISH) == trained
     assert capsys.readouterr().err == "", "the original has the same ids"
     file = write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": trained[1:]}])
