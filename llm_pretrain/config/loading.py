@@ -347,7 +347,11 @@ def _read_file(name: str) -> tuple[Any, str, list[str]]:
             name = str(preset)
         return read_yaml_file(name), name, []
     except FileNotFoundError:
-        return None, name, [f"--config {shown}: no such file; `llm-pretrain configs` lists the presets"]
+        of_preset = (PRESETS / os.path.basename(preset)).is_file()  # configs/NAME.yaml, without the checkout
+        hint = (
+            f"the preset is named {preset.stem}" if of_preset else "`llm-pretrain configs` lists the presets"
+        )
+        return None, name, [f"--config {shown}: no such file; {hint}"]
     except YamlError as error:
         place = f"{shown}:{error.line}" if error.line else shown
         return None, name, [f"--config {place}: not a valid YAML file: {error.text}"]

@@ -17,6 +17,7 @@ from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.config.loading import PRESETS, load_config
+from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch.jobs import RESUMABLE_PATHS, SCRIPTS
 
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -125,6 +126,10 @@ def test_a_preset_is_found_by_its_name_unless_a_file_has_it(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     for name in ("quickstart", "quickstart.yaml", str(PRESETS / "quickstart.yaml")):
         assert load_config(["--config", name]).run.name == "quickstart"
+    with pytest.raises(
+        ConfigError, match=r"configs/quickstart\.yaml: no such file; the preset is named quick"
+    ):
+        load_config(["--config", "configs/quickstart.yaml"])
     Path("quickstart").write_text("run: {name: mine}\n")
     assert load_config(["--config", "quickstart"], needs_data=False).run.name == "mine"
 

@@ -81,7 +81,7 @@ def test_special_tokens_in_texts_are_counted_and_become_what_is_asked(
     tokens = prepare(tmp_path / "tokens", records, workers=workers, special_tokens="tokens")
     bos, eos, pad = tokens.bos_token_id, tokens.eos_token_id, tokens.pad_token_id
     found = [ids.tolist() for ids, _ in tokens.split("train").iterate()]
-    a, b, c, d = (ids[0] for ids in open_tokenizer(tokens.tokenizer_folder).encode("abcd"))
+    a, b, c, d = (ids[0] for ids in open_tokenizer(tokens.tokenizer_folder).encode(list("abcd")))
     assert found == [[bos, a, bos, b, eos, eos], [bos, pad, c, eos], [bos, d, eos]]
     for store, form, size in ((text, "text", 16), (tokens, "tokens", 4)):
         assert (store.facts["special_tokens"], store.facts["special_tokens_in_texts"]) == (form, 3)

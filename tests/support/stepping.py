@@ -86,6 +86,7 @@ class _Record(Recorder):
     def __init__(self, driven: Driven, engine: Any, progress: Progress, decision: Decision):
         self.driven, self.engine, self.progress, self.decision = driven, engine, progress, decision
         self._pending, self._must_settle = [], lambda number: False
+        self.console = SimpleNamespace(step=lambda number: None)
 
     def is_logged(self, step: int) -> bool:
         return False
