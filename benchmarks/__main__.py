@@ -17,7 +17,7 @@ BENCHMARKS = {
     "startup": "seconds from the start of a training process to the end of its first step",
     "loop_overhead": "what the training loop adds to forward, backward, clipping and optimizer",
     "launchers": "the Accelerate script's step against the torchrun script's",
-    "data_path": "tokens per second and core of tokenising, packing and batch assembly",
+    "data_path": "tokens per second and core of tokenizing, packing and batch assembly",
     "moe_layer": "a mixture-of-experts layer against a dense one of equal FLOPs",
     "checkpoint": "saving and restoring a run's state, against torch.save",
     "layouts": "losses of one run in eighteen layouts of processes, beside torchtitan's of the same",

@@ -1,4 +1,4 @@
-"""Tokens per second and core of tokenising and of batch assembly, by process CPU time.
+"""Tokens per second and core of tokenizing and of batch assembly, by process CPU time.
 
 The corpus is the standard library's source. Assembly includes masks, document ids, positions, labels and
 the digest, and runs as in training's loop, which collects no garbage meanwhile. Goals are judged by the worse
@@ -31,11 +31,11 @@ from llm_pretrain.data.tokenizer_training import train_tokenizer
 from llm_pretrain.data.tokenizers import open_tokenizer, use_one_thread
 from llm_pretrain.training.trainer import gc_schedule
 
-GOALS = {"tokenise": 1.4, "assemble": 50.0}
+GOALS = {"tokenize": 1.4, "assemble": 50.0}
 """Beginning of a case's name -> least million tokens per second and core."""
 
 
-def tokenising(tokenizer_folder: Path) -> Callable[[], int]:
+def tokenizing(tokenizer_folder: Path) -> Callable[[], int]:
     """Everything a worker of `prepare` does, with nothing known from the repeat before."""
     batches = list(batch_records(read_records(["stdlib"]), BATCH_BYTES))
 
@@ -119,7 +119,7 @@ def _cases(folder: Path, vocab_size: int) -> dict[str, Callable[[], int]]:
     )
     store = prepare_store(Preparation(["stdlib"], folder / "tokenizer", folder / "store", workers=1))
     masked = short_documents(folder / "masked", folder / "tokenizer")
-    cases = {"tokenise": tokenising(folder / "tokenizer"), "pack 200,000 documents": packing_documents()}
+    cases = {"tokenize": tokenizing(folder / "tokenizer"), "pack 200,000 documents": packing_documents()}
     for length in (512, 2048):
         for packing in ("best_fit", "concat"):
             cases[f"assemble {length} {packing}"] = assembling(store, length, packing)

@@ -15,7 +15,7 @@ from llm_pretrain.version import __version__
 
 COMMANDS = {
     "tokenizer": "train a tokenizer on texts: jsonl, parquet, csv and others",
-    "prepare": "tokenise texts (jsonl, parquet, csv and others) into a token store",
+    "prepare": "tokenize texts (jsonl, parquet, csv and others) into a token store",
     "convert": "turn token files of nanoGPT or llm.c into a token store",
     "inspect": "show what is in a token store, or what a run read at a step",
     "configs": "list the presets; write minimind's options or a config.json as a configuration",

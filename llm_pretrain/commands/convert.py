@@ -24,7 +24,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Writes a store of tokens as they are; nothing is tokenised again."
+    parser.description = "Writes a store of tokens as they are; nothing is tokenized again."
     parser.add_argument("--from", choices=["nanogpt", "llm.c"], required=True, help="format of --input")
     add_parameters(parser, convert)
 

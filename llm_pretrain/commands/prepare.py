@@ -1,4 +1,4 @@
-"""`llm-pretrain prepare`: tokenises a corpus into a token store to train on."""
+"""`llm-pretrain prepare`: tokenizes a corpus into a token store to train on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Tokenises a corpus on all cores, and splits it into train and validation by document hash. "
+        "Tokenizes a corpus on all cores, and splits it into train and validation by document hash. "
         "Started again with the same options after a kill, it resumes."
     )
     add_parameters(parser, Preparation, without=("shard_bytes", "commit_seconds", "progress", "notice"))

@@ -1,4 +1,4 @@
-"""Converts token files of nanoGPT, llm.c and modded-nanogpt into a token store, without tokenising."""
+"""Converts token files of nanoGPT, llm.c and modded-nanogpt into a token store, without tokenizing."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ EXCLUDED = "validation document of another store"
 NO_TARGET = "no loss token"
 
 RECORD_BYTES = 1 << 27
-"""Maximum size of a line, element or text file; tokenising a byte takes 25 to 100 bytes of memory."""
+"""Maximum size of a line, element or text file; tokenizing a byte takes 25 to 100 bytes of memory."""
 
 _DETAIL = 300
 """Maximum number of characters shown of an error's detail."""

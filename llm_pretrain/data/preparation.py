@@ -74,7 +74,7 @@ class Preparation:
         document_separator: Cuts text files into documents, such as <|endoftext|> (default: one per file).
         deduplicate: Keep the first of equal documents, among all inputs, and leave the others out.
         overwrite: Replace a store that is already there.
-        workers: Processes that tokenise (default: all cores).
+        workers: Processes that tokenize (default: all cores).
         shard_bytes: Size of a token shard.
         commit_seconds: Interval of the commits from which a killed preparation resumes.
         progress: Called with the bytes of every finished batch.

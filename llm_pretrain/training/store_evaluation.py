@@ -108,7 +108,7 @@ def _names(config: Config) -> list[str]:
 
 
 def evaluate_files(model: Decoder, tokenizer: Tokenizer, config: Config, inputs: Sequence[str]) -> Figures:
-    """Evaluate on all documents of files, tokenised into a temporary store by `prepare`.
+    """Evaluate on all documents of files, tokenized into a temporary store by `prepare`.
 
     Args:
         model: On its device, in eval mode.

@@ -60,7 +60,7 @@ class Corpus:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """A jsonl file of texts and of prompts with completions, tokenised by the two commands."""
+    """A jsonl file of texts and of prompts with completions, tokenized by the two commands."""
     folder = tmp_path_factory.mktemp("journey")
     generator = random.Random(3)
     records = [{"text": text} for text in AWKWARD]
