@@ -9,7 +9,7 @@ import functools
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,6 +36,8 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 PRESETS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), _PACKAGE)
 """Folder of the presets: in the installed package, or in the checkout."""
 _Tree = dict[str, dict[str, Any]]
+_LENGTHS = ("max_steps", "max_tokens")
+"""Settings of `training` of which a run has one."""
 
 
 def load_config(
@@ -79,7 +81,7 @@ def load_config(
         line.problems += problems + wrong
     _merge(tree, line.options)
     tree = expand_paths(tree)
-    for note in _shorten_schedule(tree, preset, own | _names(line.options)):
+    for note in [*_resolve_length(tree), *_shorten_schedule(tree, preset, own | _names(line.options))]:
         if world_size is None and os.environ.get("RANK", "0") == "0":  # else another process prints the note
             print(f"note: {note}", file=sys.stderr)
     config = resolve_precision(build(Config, tree), has_bf16)
@@ -360,9 +362,32 @@ def _read_file(name: str) -> tuple[Any, str, list[str]]:
 
 
 def _merge(tree: _Tree, other: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replaces settings of `tree` by the settings in `other`; a list is replaced as a whole."""
+    """Replaces settings of `tree` by the settings in `other`; a list is replaced as a whole, and a number of
+    steps by one of tokens and the reverse."""
     for section, fields in other.items():
-        tree.setdefault(section, {}).update(fields)
+        mine = tree.setdefault(section, {})
+        if section == "training" and any(fields.get(name) is not None for name in _LENGTHS):
+            for name in _LENGTHS:
+                mine.pop(name, None)
+        mine.update(fields)
+
+
+def _resolve_length(tree: _Tree) -> Iterator[str]:
+    """Replaces `training.max_tokens` in `tree` by the steps that hold so many; a note if it does.
+
+    Raises:
+        ConfigError: one file, or the options, give both.
+    """
+    training = tree.get("training", {})
+    tokens, steps = training.get("max_tokens"), training.get("max_steps")
+    if tokens is None:
+        return
+    if steps is not None:
+        raise ConfigError(f"training.max_tokens: expected none with max_steps {steps}, found {tokens}")
+    a_step = build(Config, tree).training.tokens_per_step
+    if min(tokens, a_step) > 0:  # else a problem that is reported below
+        training |= {"max_tokens": None, "max_steps": -(-tokens // a_step)}
+        yield f"training.max_steps: {training['max_steps']} steps of {a_step} hold the {tokens} max_tokens"
 
 
 def _names(tree: _Tree) -> set[str]:

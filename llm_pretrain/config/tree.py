@@ -264,6 +264,8 @@ class TrainingConfig:
         micro_batch_size: Sequences per forward and backward pass of one process.
         global_batch_size: Sequences per optimizer step, over all processes.
         max_steps: Optimizer steps of the whole run.
+        max_tokens: Tokens of the whole run, padding included, instead of max_steps, which replaces it when
+            settings are loaded: as many steps as hold them.
         precision: `fp32`, or autocast in `bf16` or `fp16` (with a gradient scaler) over fp32 weights. `auto`
             is replaced when settings are loaded: by `bf16` if the GPU or CPU multiplies in it, else by
             `fp32`.
@@ -294,6 +296,7 @@ class TrainingConfig:
     micro_batch_size: Annotated[int, Range(gt=0, le=1 << 20)] = 8
     global_batch_size: PositiveInt = 64
     max_steps: PositiveInt = 1000
+    max_tokens: Annotated[int, Range(gt=0, le=1 << 53)] | None = None
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     max_grad_norm: NonNegativeFloat = 1.0
     z_loss_coef: NonNegativeFloat = 0.0

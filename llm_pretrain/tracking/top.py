@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,13 +20,14 @@ from llm_pretrain.files import open_plain
 from llm_pretrain.runs.record import check_run_folder, difference_lines, fault_lines, is_run_folder, read_run
 from llm_pretrain.runs.rows import finite_number, parse_row
 from llm_pretrain.text import duration, quantity
+from llm_pretrain.tracking.trackers import source_parts
 
 MIN_WIDTH = 24
 """Least width of the table in characters; a narrower terminal wraps the lines."""
 TAIL_BYTES = 4 << 20
 """Most bytes read from the end of metrics.jsonl, so that a run of a million steps opens at once."""
-KEYS = {"step", "time", "train/loss", "perf/tokens_per_second", "perf/step_seconds"}
-"""Metrics whose newest numbers are shown."""
+KEYS = {"step", "time", "train/loss", "perf/tokens_per_second", "perf/step_seconds", "eval/loss"}
+"""Metrics whose newest numbers are shown, `eval/loss` with that of each source."""
 STYLES = {
     "running": "bold blue",
     "finished": "bold green",
@@ -73,7 +74,7 @@ def watch_runs(
     console.print(_table(runs, console.width))
 
 
-def _runs_in(path: Path) -> list[Path]:
+def runs_in(path: Path) -> list[Path]:
     """The folder if it is a run's, else the runs directly in it, by name; ConfigError if there are none."""
     inside = []
     if path.is_dir() and not is_run_folder(path):
@@ -93,9 +94,11 @@ class _Run:
     state: str
     step: str
     loss: str
-    tokens_per_second: str
+    evaluation: str
+    speed: str
     time_left: str
     age: str
+    sources: str
     remarks: tuple[str, ...]
 
     @property
@@ -104,13 +107,15 @@ class _Run:
 
 
 def _look_at(paths: Sequence[Path]) -> list[_Run]:
-    return [_read(folder) for path in paths for folder in _runs_in(path)]
+    return [_read(folder) for path in paths for folder in runs_in(path)]
 
 
 def _read(folder: Path) -> _Run:
     record = read_run(folder, metrics=False)
     newest = _newest_numbers(folder / "metrics.jsonl", record.problems)
-    loss, speed, when = (newest.get(key) for key in ("train/loss", "perf/tokens_per_second", "time"))
+    loss, evaluation, speed, when = (
+        newest.get(key) for key in ("train/loss", "eval/loss", "perf/tokens_per_second", "time")
+    )
     status, seconds = record.status.get("step"), newest.get("perf/step_seconds")
     step = max(status if isinstance(status, int) else 0, int(newest.get("step", 0)))
     max_steps, time_left = record.setting("training", "max_steps"), "-"
@@ -124,14 +129,16 @@ def _read(folder: Path) -> _Run:
         printable(record.state),
         f"{step:,}/{max_steps:,.0f}" if max_steps else f"{step:,}",
         "-" if loss is None else f"{loss:.4f}",
+        "-" if evaluation is None else f"{evaluation:.4f}",
         "-" if speed is None else quantity(speed),
         time_left,
         "-" if when is None else f"{duration(max(0.0, time.time() - when))} ago",
+        "  ".join(source_parts(newest)),
         tuple(map(str, [*([reason] if reason else []), *faults[-1:], *replays[-1:], *record.problems])),
     )
 
 
-def _newest_numbers(file: Path, problems: list[str]) -> dict[str, float]:
+def _newest_numbers(file: Path, problems: list[str]) -> dict[str, Any]:
     """The newest finite number of each of KEYS, from the end of metrics.jsonl; adds to `problems`."""
     try:
         with open_plain(file) as opened:
@@ -143,7 +150,7 @@ def _newest_numbers(file: Path, problems: list[str]) -> dict[str, float]:
     except OSError as error:
         problems.append(f"{file.name} cannot be read: {error.strerror}")
         return {}
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     damaged = 0
     for line in reversed(lines[1:] if size > TAIL_BYTES else lines):
         row = parse_row(line)
@@ -153,7 +160,9 @@ def _newest_numbers(file: Path, problems: list[str]) -> dict[str, float]:
         for key in KEYS - found.keys():
             if (value := finite_number(row.get(key))) is not None:
                 found[key] = value
-        if len(found) == len(KEYS):
+                if key == "eval/loss":
+                    found |= {name: row[name] for name in row if name.startswith("eval/source/")}
+        if found.keys() >= KEYS:
             break
     if damaged:
         problems.append(f"{file.name}: {damaged} damaged lines are left out")
@@ -165,15 +174,19 @@ def _table(runs: Sequence[_Run], width: int) -> RenderableType:
     table = Table(expand=True, header_style="dim", box=None, pad_edge=False)
     table.add_column("run", overflow="ellipsis", no_wrap=True, ratio=3)
     table.add_column("state", no_wrap=True)
-    names = ("step", "loss", "tok/s", "left", "row") if width >= 70 else ("step", "loss")
+    names = ["step", "loss", "eval", "left", "tok/s", "row"]
+    cells = [[run.step, run.loss, run.evaluation, run.time_left, run.speed, run.age] for run in runs]
+    columns = [[run.name for run in runs], [run.state for run in runs], *zip(names, *cells, strict=True)]
+    widths = [2 + max(map(len, column)) for column in columns]
+    while len(names) > 2 and sum(widths[: 2 + len(names)]) - 2 > width:  # a name is cut last
+        names.pop()
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-    remarks = []
-    for run in runs:
-        cells = (run.step, run.loss, run.tokens_per_second, run.time_left, run.age)
+    notes = []
+    for run, of_run in zip(runs, cells, strict=True):
         state = Text(run.state, style=STYLES.get(run.state, "dim"))
-        table.add_row(Text(run.name), state, *cells[: len(names)])
-        for remark in run.remarks[:4]:
-            line = f"! {run.name}: {printable(remark)}"
-            remarks.append(Text(line, style="yellow", overflow="ellipsis", no_wrap=True))
-    return Group(table, *remarks)
+        table.add_row(Text(run.name), state, *of_run[: len(names)])
+        notes += [(f"{run.name}, eval: {run.sources}", "dim")] if run.sources else []
+        notes += [(f"! {run.name}: {printable(remark)}", "yellow") for remark in run.remarks[:4]]
+    lines = (Text(text, style=style, overflow="ellipsis", no_wrap=True) for text, style in notes)
+    return Group(table, *lines)

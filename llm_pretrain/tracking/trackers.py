@@ -86,7 +86,7 @@ class Console:
             self.step(step)
             self.info(_fitting([f"step {step}/{self._max_steps}", *first, *parts]))
         if evaluation := list(_evaluation_parts(row)):
-            self.info(_fitting([f"step {step}/{self._max_steps}", *evaluation]))
+            self.info(_fitting([f"step {step}/{self._max_steps}", *evaluation, *source_parts(row)]))
 
     def step(self, step: int) -> None:
         """Move the bar to a step that is done."""
@@ -180,6 +180,13 @@ def _evaluation_parts(row: Row) -> Iterator[str]:
     for key, label in labels.items():
         if key in row:
             yield f"{label} {_number(row[key], '.2f' if key == 'eval/perplexity' else '.4f')}"
+
+
+def source_parts(row: Row) -> Iterator[str]:
+    """Name and evaluation loss of each source of a mixture."""
+    for key, loss in row.items():
+        if key.startswith("eval/source/") and key.endswith("/loss"):
+            yield f"{key.split('/')[2]} {_number(loss, '.4f')}"
 
 
 def _number(value: object, spec: str) -> str:

@@ -75,6 +75,28 @@ def test_a_preset_s_schedule_is_scaled_to_a_short_run(write, capsys, monkeypatch
     assert capsys.readouterr().err == ""
 
 
+def test_a_run_has_a_length_in_steps_or_in_tokens(write, capsys):
+    size = ("--training.global_batch_size", "8", "--training.sequence_length", "512")
+    tokens = ("--training.max_tokens", "1000000")
+    config = load_config([*SOURCES, *size, *tokens])
+    assert (config.training.max_steps, config.training.max_tokens) == (245, None)
+    note = "note: training.max_steps: 245 steps of 4096 hold the 1000000 max_tokens"
+    assert capsys.readouterr().err.splitlines() == [note]
+    saved = write(dump_yaml(config), "saved.yaml")
+    assert load_config(["--config", saved]) == load_config(["--config", saved, *tokens]) == config
+    short = load_config([*MOE, *SOURCES, "--training.max_tokens", "4000"])
+    assert (short.training.max_steps, short.schedule.warmup_steps) == (3, 0), (
+        "steps of 1,536; as of max_steps"
+    )
+    file = write("training: {max_tokens: 5000}")
+    assert load_config(["--config", file, *SOURCES, "--training.max_steps", "7"]).training.max_steps == 7
+    both = ("--training.max_tokens", "10", "--training.max_steps", "4")
+    assert problems_of(*SOURCES, *both) == ["training.max_tokens: expected none with max_steps 4, found 10"]
+    assert problems_of(*SOURCES, "--training.max_tokens", "0")[0].startswith(
+        "training.max_tokens: expected more"
+    )
+
+
 def test_a_user_s_schedule_is_not_scaled(write):
     own = write("schedule: {warmup_steps: 4}")
     for options in (["--schedule.warmup_steps", "4"], ["--config", own]):

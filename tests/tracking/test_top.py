@@ -47,9 +47,30 @@ def test_the_table_has_the_newest_figures_of_a_run(tmp_path, monkeypatch):
     rows += [{"step": 40, "time": START + 45, "eval/loss": 3.125, "train/loss": None}]
     run = make_run(tmp_path / "run", rows, attempts=[attempt_row(0, 0)], state="running", step=38)
     header, line = frame_of(run).splitlines()
-    assert header.split() == ["run", "state", "step", "loss", "tok/s", "left", "row"]
-    expected = f"run running 40/100 {rows[39]['train/loss']:.4f} 2.5k 1m00s 5s ago"
+    assert header.split() == ["run", "state", "step", "loss", "eval", "left", "tok/s", "row"]
+    expected = f"run running 40/100 {rows[39]['train/loss']:.4f} 3.1250 1m00s 2.5k 5s ago"
     assert line.split() == expected.split()
+
+
+def test_a_mixture_s_newest_evaluation_is_shown_by_source(tmp_path):
+    losses = {
+        "eval/source/code/loss": 2.5,
+        "eval/source/code/bits_per_byte": 1.0,
+        "eval/source/prose/loss": None,
+    }
+    run = make_run(
+        tmp_path / "run", [training_row(1), {"step": 1, "eval/loss": 2.75} | losses, training_row(2)]
+    )
+    assert frame_of(run).splitlines()[2].split() == ["run,", "eval:", "code", "2.5000", "prose", "-"]
+
+
+def test_figures_make_room_for_names(tmp_path):
+    name = "smol-135m-of-two-corpora-at-half-the-rate"
+    run = make_run(tmp_path / name, [training_row(1)])
+    for width, last in ((120, "row"), (80, "left"), (60, "loss")):
+        header, line = frame_of(run, width=width).splitlines()
+        assert header.split()[-1] == last
+        assert (line.split()[0] == name) == (width > 60)
 
 
 def test_a_run_without_its_process_was_killed(tmp_path):
@@ -155,7 +176,7 @@ def test_damaged_files_are_reported_and_left_out(tmp_path):
         (run / name).write_text("\0{[\n")
     (run / "metrics.jsonl").write_text('nonsense\n{"step": 3, "train/loss": null, "time": 1e999}\n')
     _, line, *remarks = frame_of(run, width=120).splitlines()
-    assert line.split() == ["run", "unknown", "3", "-", "-", "-", "-"]
+    assert line.split() == ["run", "unknown", "3", "-", "-", "-", "-", "-"]
     found = (
         "config.yaml cannot be read",
         "status.json cannot be read",
