@@ -12,6 +12,8 @@ WORKERS ?= 3
 # Many containers set it, and then every process of the tests compiles the package and itself anew.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A quick test that hangs ends its process with the stacks of its threads, and fails.
+NO_HANGS = -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 # A folder that `make wheels` has filled; everything is installed from there, without a network.
 WHEELS ?=
 PIP = $(BIN)/python -m pip install --quiet --constraint constraints.txt \
@@ -95,7 +97,7 @@ pretrain: $(STORE)/store.json  ## Pretrain a small mixture of experts on the emb
 	@echo "      --run.name quickstart-accelerate"
 
 test: $(VENV)/.installed-tests  ## The quick suite
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" $(NO_HANGS)
 
 test-ci: $(VENV)/.installed-tests  ## The slow tests of launchers, strategies, traps, compiling and whole journeys, which CI runs too
 	$(PYTEST) -m slow tests/distributed tests/traps tests/end_to_end/test_user_journey.py \

@@ -5,8 +5,8 @@
 
 It needs `pip install prometheus-client`, and runs beside the training, which it cannot disturb: on the
 machine of rank 0, or on any that sees the folders. So it tells of runs that are gone, too:
-`llm_pretrain_state` is 1 for the state that `llm-pretrain top` shows, of which `killed`, `failed` and `diverged`
-deserve an alert.
+`llm_pretrain_state` is 1 for the state that `llm-pretrain top` shows, of which `killed`, `failed` and
+`diverged` deserve an alert.
 """
 
 from __future__ import annotations

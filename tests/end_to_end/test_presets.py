@@ -92,6 +92,9 @@ def test_the_kubernetes_jobs_settings_fit_its_pods(monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WORLD_SIZE", str(int(variables["PODS"]) * int(variables["PROCESSES"])))
     load_config(container["args"], needs_data=False)
+    asked, allowed = container["resources"]["requests"], container["resources"]["limits"]
+    assert asked == allowed
+    assert str(allowed["nvidia.com/gpu"]) == variables["PROCESSES"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

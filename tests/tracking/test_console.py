@@ -7,11 +7,12 @@ import io
 import os
 import pty
 import re
-import select
 import struct
 import sys
 import termios
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -109,6 +110,15 @@ def test_a_console_that_fails_shows_nothing_more(monkeypatch, failure):
 def test_a_terminal_keeps_the_rows_above_a_bar_that_moves_with_every_step(monkeypatch, columns: int):
     terminal, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("4H", 24 if columns else 0, columns, 0, 0))
+    output = bytearray()
+
+    def read() -> None:  # at once, or the terminal's buffer would be full on a slow machine
+        with suppress(OSError):  # the other end is closed
+            while piece := os.read(terminal, 1 << 16):
+                output.extend(piece)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     with open(inside, "w") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
         patch.setattr(sys, "stderr", stream)
@@ -123,10 +133,7 @@ def test_a_terminal_keeps_the_rows_above_a_bar_that_moves_with_every_step(monkey
         shown.row({"step": 30, "eval/loss": 2.0})
         shown.step(31)
         shown.close()
-        stream.flush()
-        output = b""
-        while select.select([terminal], [], [], 0)[0]:
-            output += os.read(terminal, 1 << 16)
+    reader.join()
     os.close(terminal)
     pieces = [piece.rstrip() for piece in re.split(r"[\r\n]+", re.sub(r"\x1b\[\w", "", output.decode()))]
     assert all(len(piece) <= columns for piece in pieces if columns)
