@@ -191,15 +191,16 @@ def _check_best(check: Check, run: RunFiles, path: Path) -> int:
     """Compare best.json with the evaluation of its step; returns the step."""
     file = path / "best.json"
     content = read_object(file)
-    step, loss = content.get("step"), content.get("eval/loss")
+    step, metric = content.get("step"), next((name for name in content if name != "step"), "eval/loss")
+    loss = content.get(metric)
     if not is_integer(step):
         raise CheckpointError(f"{file}: expected a whole number of steps, found {step!r:.40}")
     if run.attempts:  # a running run may have evaluated since the rows were read
         rows = read_rows(run.folder / "metrics.jsonl")
-        losses = [row["eval/loss"] for row in rows if row["step"] == step and "eval/loss" in row]
+        losses = [row[metric] for row in rows if row["step"] == step and metric in row]
         if loss not in losses:
             expected = losses[-1] if losses else "in a row"
-            check.fail(f"best.json: expected eval/loss {expected} of step {step}, found {loss!r:.40}")
+            check.fail(f"best.json: expected {metric} {expected} of step {step}, found {loss!r:.40}")
     return step
 
 

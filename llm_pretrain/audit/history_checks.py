@@ -175,7 +175,7 @@ def read_history(check: Check, run: RunFiles) -> None:
 def _ended_at(run: RunFiles) -> int | None:
     """Step at which a run finished or stopped: rows must exist up to this step. None in other states."""
     last, step = run.config.training.max_steps, run.status.get("step")
-    if run.status.get("state") == "finished":
+    if run.status.get("state") == "finished" and not run.config.evaluation.patience:
         return last
     return step if run.ended_with_save and is_integer(step) and 0 <= step <= last else None
 
@@ -203,7 +203,8 @@ def check_status(check: Check, run: RunFiles) -> None:
         check.fail(f"step: expected a whole number of steps, found {step!r:.40}")
         return
     _check_named_checkpoint(check, run, step)
-    if state == "finished" and config is not None and step != config.training.max_steps:
+    is_whole = state == "finished" and config is not None and not config.evaluation.patience
+    if is_whole and step != config.training.max_steps:
         check.fail(f"step: expected training.max_steps {config.training.max_steps}, found {step}")
     if state in ("finished", "preempted") and step < max(run.rows, default=0):
         check.fail(f"step: expected {max(run.rows)}, the last row's, or later, found {step}")

@@ -120,7 +120,7 @@ def save_weights(
     token_ids: dict[str, int | None],
     keep_last: int,
     sequence_length: int,
-    best_loss: float | None = None,
+    best: Mapping[str, float] | None = None,
     card: ModelCardData | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> Path:
@@ -143,7 +143,8 @@ def save_weights(
         token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`; None for a missing token.
         keep_last: Number of newest exports to keep; at least 2 are kept.
         sequence_length: Default limit of generated text, the length that the model was trained on.
-        best_loss: If given, the export replaces `folder/best/` instead, with this loss in best.json.
+        best: Name and value of the lowest loss, if these weights have it: the export replaces `folder/best/`
+            instead, with both in best.json.
         card: The content of README.md; None writes no README.md.
         ranks: The ranks that hold the model together.
 
@@ -164,8 +165,8 @@ def save_weights(
         copy_tokenizer(tokenizer_folder, path, tokenizer_digests)
         if card is not None:
             write_text(path / "README.md", model_card(card))
-        if best_loss is not None:
-            write_json(path / BEST_FILE, {"step": step, "eval/loss": best_loss})
+        if best is not None:
+            write_json(path / BEST_FILE, {"step": step, **best})
         _list_files(path)
 
     def begin() -> Path:
@@ -173,10 +174,10 @@ def save_weights(
         folders.clean(folder)
         return folders.temporary_folder(folder, step, uuid.uuid4().hex)
 
-    name = folders.folder_name(step) if best_loss is None else folders.BEST
+    name = folders.folder_name(step) if best is None else folders.BEST
     temporary = run_on_rank0(ranks, begin, f"{folder}: beginning the weights of step {step}")
     path = _write_folder(temporary, name, files, held.pieces, complete, ranks)
-    if best_loss is None and ranks.rank == 0:
+    if best is None and ranks.rank == 0:
         folders.prune(folder, newest=step, keep_last=keep_last)
     return path
 

@@ -64,8 +64,8 @@ class SourceConfig:
 
     Args:
         store: Folder written by `llm-pretrain prepare`.
-        weight: Share of the samples drawn from this store, relative to the other sources; 0 is allowed only
-            if `weight_changes` give the source a weight later.
+        weight: Share of the samples drawn from this store, relative to the other sources. With 0 the store
+            is only evaluated, unless `weight_changes` give it a weight later.
         name: Name of the source in metrics, if there are several. Default: name of the folder.
     """
 
@@ -128,16 +128,7 @@ class DataConfig:
         yield from self._check_weight_changes()
 
     def _check_sources(self) -> Iterator[str]:
-        weighted_later = {
-            k for change in self.weight_changes for k, weight in enumerate(change.weights) if weight
-        }
-        unused = {k for k, source in enumerate(self.sources) if source.weight == 0} - weighted_later
-        for k in sorted(unused):
-            yield (
-                f"data.sources[{k}].weight: expected a number above 0, found 0; leave the source out, or "
-                "bring it in with data.weight_changes"
-            )
-        if self.sources and not unused and not any(source.weight for source in self.sources):
+        if self.sources and not any(source.weight for source in self.sources):
             yield "data.sources: expected at least one weight above 0, found none"
 
     def _check_source_names(self) -> Iterator[str]:
@@ -346,6 +337,7 @@ class CheckpointConfig:
         save_steps: Steps between two checkpoints; the end of the run is always saved. 0 saves the end only.
         keep_last: Number of checkpoints and of exported weights to keep; at least 2.
         keep_best: Keep the weights with the lowest evaluation loss in `weights/best`.
+        best_metric: That loss: `eval/loss`, or `eval/source/NAME/loss` of one source of a mixture.
         async_save: Copy the state to host memory, and write it to disk while training continues. Needs host
             memory for a rank's share of the state; the files are the same.
         resume: `auto` continues from the newest valid checkpoint in the run's folder; `never` stops if the
@@ -359,6 +351,7 @@ class CheckpointConfig:
     save_steps: NonNegativeInt = 500
     keep_last: Annotated[int, Range(ge=2)] = 2
     keep_best: bool = True
+    best_metric: str = "eval/loss"
     async_save: bool = False
     resume: str = "auto"
     start_from: str | None = None
@@ -396,6 +389,8 @@ class EvaluationConfig:
             evaluation off.
         max_batches: Number of global batches of the validation split to evaluate on. Default: the whole
             split.
+        patience: Evaluations in a row without a new lowest `checkpoint.best_metric` after which the run ends;
+            0 trains all steps.
         sample_prompts: Prompts from which text is generated at every evaluation, for samples.jsonl and the
             report.
         sample_tokens: Number of tokens to generate for each prompt.
@@ -406,6 +401,7 @@ class EvaluationConfig:
 
     eval_steps: NonNegativeInt = 500
     max_batches: PositiveInt | None = None
+    patience: NonNegativeInt = 0
     sample_prompts: list[str] = field(default_factory=list)
     sample_tokens: PositiveInt = 48
     prediction: list[PredictedLoss] = field(default_factory=list)
@@ -478,6 +474,7 @@ class Config:
         yield from self.check_schedule()
         yield from self._check_lengths()
         yield from self._check_recovery()
+        yield from self._check_best()
         if self.distributed.strategy == "deepspeed":
             yield from self._check_deepspeed()
 
@@ -556,6 +553,18 @@ class Config:
             yield (
                 "training.spike_action: expected log or skip with checkpoint.save_steps 0, found rollback, "
                 "which goes back to a periodic checkpoint; set checkpoint.save_steps"
+            )
+
+    def _check_best(self) -> Iterator[str]:
+        sources = self.data.sources if len(self.data.sources) > 1 else []
+        names = ["eval/loss", *(f"eval/source/{source.label}/loss" for source in sources)]
+        metric, evaluation = self.checkpoint.best_metric, self.evaluation
+        if metric not in names:
+            yield f"checkpoint.best_metric: expected {' or '.join(names)}, found {show(metric)}"
+        if evaluation.patience and not (self.checkpoint.keep_best and evaluation.eval_steps):
+            yield (
+                "evaluation.patience: expected 0 without checkpoint.keep_best and evaluation.eval_steps, "
+                f"found {evaluation.patience}"
             )
 
     def _has_own_checkpoints(self, source: str) -> bool:

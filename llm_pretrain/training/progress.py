@@ -43,13 +43,15 @@ class Best:
 
     Args:
         step: Optimizer steps done when it was found.
-        loss: `eval/loss`.
+        loss: The loss.
         max_batches: `evaluation.max_batches` then; losses over other batches cannot be compared.
+        metric: `checkpoint.best_metric` then.
     """
 
     step: int
     loss: float
     max_batches: int | None
+    metric: str = "eval/loss"
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -291,20 +291,22 @@ class CheckpointManager:
 
         Nothing is written before the first step, nor for a loss that is not finite.
         """
-        best, max_batches = progress.best, self.config.evaluation.max_batches
-        if not (self.config.checkpoint.keep_best and progress.step > 0 and math.isfinite(loss)):
+        best, config = progress.best, self.config
+        metric, max_batches = config.checkpoint.best_metric, config.evaluation.max_batches
+        if not (config.checkpoint.keep_best and progress.step > 0 and math.isfinite(loss)):
             return
-        if best is not None and best.max_batches == max_batches and not loss < best.loss:
+        is_comparable = best is not None and (best.metric, best.max_batches) == (metric, max_batches)
+        if is_comparable and not loss < best.loss:
             return
         self.wait()  # a background save writes into the same folder
         with self.engine.checkpoint_state() as (model, _):
-            write = self._weights_writer(progress, best_loss=loss)
+            write = self._weights_writer(progress, best={metric: loss})
             try:
                 write(model_weights(model, self.engine, self.engine.pipeline), self.engine)
             except CheckpointError as error:
                 self._record(failed(progress.step, error, f"the best weights (step {progress.step})"))
                 return
-        progress.best = Best(progress.step, loss, max_batches)
+        progress.best = Best(progress.step, loss, max_batches, metric)
 
     def _record(self, saved: Saved, *, last: bool = False, retried: bool = False) -> None:
         """Record the outcome of a save: count failures in a row, and warn of them; all ranks together.
@@ -380,8 +382,8 @@ class CheckpointManager:
 
         return write
 
-    def _weights_writer(self, progress: Progress, best_loss: float | None = None) -> WeightsWriter:
-        """Returns a function that writes the weights of this step, or `weights/best` if `best_loss` is given.
+    def _weights_writer(self, progress: Progress, best: Mapping[str, float] | None = None) -> WeightsWriter:
+        """Returns a function that writes the weights of this step, or `weights/best` if `best` is given.
 
         The function is collective and takes this rank's part of the weights, and the group of ranks. It uses
         a copy of `progress`, since it may run later. It raises CheckpointError if the weights cannot be
@@ -391,7 +393,7 @@ class CheckpointManager:
 
         def facts() -> ModelCardData:
             try:
-                card = card_facts(config, self.engine, self.stores, progress, is_best=best_loss is not None)
+                card = card_facts(config, self.engine, self.stores, progress, is_best=best is not None)
                 folder.check()
                 return card
             except OSError as error:  # of the stores, or of the folder's marker
@@ -415,7 +417,7 @@ class CheckpointManager:
                 },
                 keep_last=config.checkpoint.keep_last,
                 sequence_length=config.training.sequence_length,
-                best_loss=best_loss,
+                best=best,
                 card=run_on_rank0(ranks, facts),
                 ranks=ranks,
             )

@@ -175,7 +175,7 @@ class Trainer:
         stopping = self._stop_requested()
         remaining = windows(batches, config.gradient_accumulation_steps(self.engine.world_size))
         self.recorder.restart_clock()
-        while progress.step < config.training.max_steps and not stopping:
+        while progress.step < config.training.max_steps and not (stopping or self._out_of_patience()):
             heartbeat(f"waiting for the data of step {progress.step + 1}")
             self._step(next(remaining))
             self._evaluate_and_write(due=self._evaluation_is_due())
@@ -220,6 +220,15 @@ class Trainer:
         eval_steps, step = self.config.evaluation.eval_steps, self.progress.step
         return eval_steps > 0 and (step % eval_steps == 0 or step == self.config.training.max_steps)
 
+    def _out_of_patience(self) -> str | None:
+        """That so many evaluations as `evaluation.patience` have not improved on the best one, else None."""
+        evaluation, best, step = self.config.evaluation, self.progress.best, self.progress.step
+        if not evaluation.patience or best is None or best.metric != self.config.checkpoint.best_metric:
+            return None
+        if (step - best.step) // evaluation.eval_steps < evaluation.patience or self.progress.evaluation_owed:
+            return None
+        return f"evaluation.patience {evaluation.patience}: no lower {best.metric} since step {best.step}"
+
     def _must_settle(self, step: int) -> bool:
         """Whether an evaluation or a checkpoint follows this step, or `check` computes the step twice."""
         is_checked = self.check is not None and self.check.is_due(step)
@@ -235,7 +244,7 @@ class Trainer:
             self.progress.evaluation_owed = False
             self.recorder.flush()
             return
-        step, console = self.progress.step, self.recorder.console
+        step, console, metric = self.progress.step, self.recorder.console, self.config.checkpoint.best_metric
         model, optimizer = self.engine.model_and_optimizer()
         heartbeat(f"the evaluation after step {step}")
         with ema_parameters(optimizer):
@@ -248,9 +257,9 @@ class Trainer:
             self.recorder.flush()
             if metrics is None:
                 return
-            if loss is not None:
+            if (best := metrics.get(metric)) is not None:
                 heartbeat(f"keeping the best weights of step {step}", files=True)
-                self.checkpoints.keep_best(self.progress, loss)
+                self.checkpoints.keep_best(self.progress, best)
             heartbeat(f"generating samples after step {step}")
             assert isinstance(model, Decoder)
             self.samples.write(model, step, console, rank=self.engine.rank)
@@ -276,14 +285,17 @@ class Trainer:
         self._flush()
         if saved_step != step:
             self._save(last=True)
-        if step < self.config.training.max_steps or self.progress.evaluation_owed:
+        ended_early = self._out_of_patience()
+        if (step < self.config.training.max_steps and not ended_early) or self.progress.evaluation_owed:
             self.recorder.hurried = True
             return self._preempted(console.info)
         reason = "; ".join(self.status.findings()) or None
-        self.status.ended(step, 0, reason)
+        self.status.ended(step, 0, reason or ended_early)
         loss = self.recorder.last_loss()
         shown = f" with loss {loss:.4f}" if isinstance(loss, float) else ""
         console.info(f"finished at step {step}{shown}: {self.folder.path}")
+        if ended_early:
+            console.info(ended_early)
         console.info(f"weights: {self.checkpoints.weights_of(step)}")
         if reason:
             console.warning(f"{reason}: {self.status.path}")

@@ -78,7 +78,7 @@ def write(
         token_ids=TOKEN_IDS,
         keep_last=2,
         sequence_length=48,
-        best_loss=best_loss,
+        best=None if best_loss is None else {"eval/loss": best_loss},
     )
 
 

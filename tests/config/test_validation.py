@@ -105,7 +105,7 @@ YARN, FOURFOLD = {"model__rope_type": "yarn"}, {"model__rope_factor": 4.0}
         ("data.sources[0].name", sources({"store": "my store"}, {"store": "b"})),
         ("data.sources[0].name", sources({"store": "a", "name": ""})),
         ("data.sources[0].name", sources({"store": "a", "name": "x" * 65}, {"store": "b"})),
-        ("data.sources[0].weight", mixed([0, 1])),
+        ("data.sources", mixed([0, 0])),
         ("data.sources", mixed([0, 0], (3, [1, 1]))),
         ("data.sources[0].weight", mixed([1.5e308, 1])),
         ("data.weight_changes[0].step", mixed([1, 1], (-1, [1, 1]))),

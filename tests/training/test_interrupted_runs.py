@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from support.once import once
 from support.poisoning import POISONED, poisoned_store, spike_options
 
 import train_pretrain
+from llm_pretrain.__main__ import main
 from llm_pretrain.training import decision
 from llm_pretrain.training.evaluation import Evaluator
 from llm_pretrain.training.saving import CheckpointManager
@@ -71,6 +73,7 @@ CASES = {
     "killed after the last evaluation": Case("evaluated", (Stop("evaluated", 8, True),)),
     "stopped in the last evaluation": Case("evaluated", (Stop("evaluation", 8),)),
     "stopped between evaluation and save": Case("evaluated"),
+    "out of patience": Case("patient", (*STOPS, Stop("evaluated", 8, True))),
     "spikes that are skipped": Case("skip", IN_SPIKES),
     "spikes that are rolled back": Case("rollback", IN_SPIKES),
 }
@@ -78,6 +81,7 @@ QUICK = {
     "sources whose weights change",
     "decisions on the device",
     "killed after the last evaluation",
+    "out of patience",
     "stopped between evaluation and save",
 }
 
@@ -87,10 +91,11 @@ CHANGES = {
     "mixture": "",
     "deferred": "logging.logging_steps=3 model.router_bias_update_rate=1e-3",
     "evaluated": "",
+    "patient": "evaluation.patience=1 training.max_steps=12",
 }
 
 WORSE = {0: 0.5, 4: 1.0, 8: 1.5}
-"""What `evaluated` finds at its evaluations; the one before the first step does not count as the best."""
+"""What `evaluated` and `patient` find at their evaluations; the one before the first step is never the best."""
 
 
 class Runs:
@@ -103,7 +108,7 @@ class Runs:
         with pytest.MonkeyPatch.context() as patch:
             if name == "deferred":
                 defer(patch)
-            if name == "evaluated":
+            if name in ("evaluated", "patient"):
                 worsen(patch)
             return Finished(train(*self.options(name, folder)), "", folder)
 
@@ -114,7 +119,7 @@ class Runs:
         if name == "mixture":
             sources = f"[{{store: {self.store}, name: one}}, {{store: {self.other}, name: two}}]"
             more = ("--data.sources", sources, "--data.weight_changes", MIXTURE)
-        preset = "tiny-dense" if name == "evaluated" else "tiny-moe"
+        preset = "tiny-dense" if name in ("evaluated", "patient") else "tiny-moe"
         return run_options(preset, self.store, SETTINGS + CHANGES[name], *more, folder=folder)
 
     def straight(self, name: str) -> Finished:
@@ -227,3 +232,24 @@ def test_a_card_has_the_figures_of_its_own_step(runs: Runs):
         assert str(runs.store.parent) not in card
     best = (run.folder / "weights" / "best" / "README.md").read_text("utf-8")
     assert "the lowest evaluation loss so far" in best
+
+
+def test_a_run_out_of_patience_is_finished_and_goes_on_with_more(runs: Runs, tmp_path: Path, capsys):
+    """It ends on its schedule of 12 steps, as if nothing had happened at 8."""
+    run = runs.straight("patient")
+    assert run.exit_code == 0
+    found = run.status
+    assert (found["state"], found["step"]) == ("finished", 8)
+    assert found["reason"] == "evaluation.patience 1: no lower eval/loss since step 4"
+    capsys.readouterr()
+    main(["verify", str(run.folder)])  # which sees that the evaluations' losses are not the rows'
+    verified = capsys.readouterr().out
+    assert "11 ok, 1 failed" in verified
+    assert "finished, step 8, step-00000008 is there" in verified
+    folder = tmp_path / "run"
+    shutil.copytree(run.folder, folder)
+    again = runs.train("patient", folder)
+    assert (again.exit_code, again.raw_steps()) == (0, run.raw_steps())
+    more = "evaluation.patience=0 training.max_steps=12 evaluation.eval_steps=8"
+    assert train(*run_options("tiny-dense", runs.store, SETTINGS + more, folder=folder)) == 0
+    assert max(again.rows) == 12

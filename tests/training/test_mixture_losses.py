@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from support.corpora import make_config, make_store
 from support.launching import Finished, run_options, train
 
+from llm_pretrain.__main__ import main
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.assembly import Batch
 from llm_pretrain.data.loader import evaluation_batches, global_batches
@@ -206,3 +208,41 @@ def test_a_source_that_evaluation_does_not_see_is_named(plain_store: Path, tmp_p
     metrics = evaluated(config, decoder)
     assert metrics["eval/source/s1/loss"] is None
     assert metrics["eval/source/s1/bits_per_byte"] is None
+
+
+def test_a_source_of_weight_0_is_evaluated_and_can_decide_which_weights_are_the_best(
+    stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    alone, watched = tmp_path / "alone", tmp_path / "watched"
+    plain, ragged = stores["plain"], stores["ragged"]
+    assert train(*options({"plain": plain}, alone)) == 0
+    sources = f"[{{store: {plain}, name: plain}}, {{store: {ragged}, name: watched, weight: 0}}]"
+    settings = ("--data.sources", sources, "--checkpoint.best_metric", "eval/source/watched/loss")
+    assert train(*options({"plain": plain}, watched, *settings)) == 0
+    shown = capsys.readouterr()
+    rows = [Finished(0, "", folder).rows for folder in (alone, watched)]
+    names = ("train/loss", "train/grad_norm", "train/loss_tokens")
+    trained = [
+        [[row[name] for name in names] for row in each.values() if "train/loss" in row] for each in rows
+    ]
+    assert trained[0] == trained[1]
+    assert rows[1][12]["train/source/watched/loss_tokens"] == 0
+    loss = rows[1][12]["eval/source/watched/loss"]
+    best = json.loads((watched / "weights/best/best.json").read_text())
+    assert best == {"step": 12, "eval/source/watched/loss": loss}
+    assert f"watched {loss:.4f}" in shown.out
+    assert main(["verify", str(watched)]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("--checkpoint.best_metric", "eval/source/plain/loss"),
+        ("--checkpoint.best_metric", "train/loss"),
+        ("--evaluation.patience", "2", "--checkpoint.keep_best", "false"),
+        ("--evaluation.patience", "2", "--evaluation.eval_steps", "0"),
+    ],
+)
+def test_what_no_evaluation_gives_is_refused(stores: dict[str, Path], tmp_path: Path, settings, capsys):
+    assert train(*options({"plain": stores["plain"]}, tmp_path, *settings)) == 2
+    assert f"{settings[0][2:]}: expected" in capsys.readouterr().err
