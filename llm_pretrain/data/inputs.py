@@ -150,7 +150,7 @@ class Source:
     With `conversations`, the file is Python source and its docstrings are the records. `split` is the one of
     its data set, if that has several; a `validation` source is not trained on. `status` is the `stat` of the
     file when it was found. A source with a `fault` (cause, detail) is read as one bad record. The
-    `separator` cuts a text file into documents.
+    `separator` cuts a text file into documents; of a lone text, `part` alone is read.
     """
 
     name: str
@@ -162,6 +162,7 @@ class Source:
     status: os.stat_result | None = None
     fault: tuple[str, str] | None = None
     separator: str | None = None
+    part: slice | None = None
 
     def format(self) -> str:
         """The suffix that selects the reader; a compression's suffix is dropped: `.jsonl` for a.jsonl.gz."""

@@ -30,7 +30,7 @@ from llm_pretrain.data.inputs import (
     Source,
     find_sources,
 )
-from llm_pretrain.data.readers import batch_records, read_sources
+from llm_pretrain.data.readers import batch_records, cut_lone_text, read_sources
 from llm_pretrain.data.store import FORMAT_VERSION, TokenStore
 from llm_pretrain.data.store_writer import (
     SHARD_BYTES,
@@ -131,6 +131,9 @@ def prepare_store(preparation: Preparation) -> TokenStore:
         validation_input = preparation.validation_input or ()
         sources = find_sources(preparation.input, preparation.split, validation_input, preparation.notice)
         sources = [replace(source, separator=preparation.document_separator) for source in sources]
+        sources = cut_lone_text(sources, preparation.validation_fraction, preparation.text_column)
+        if part := sources[0].part:
+            preparation.notice(f"{sources[0].name}: one text, for validation from byte {part.start:,} on")
         with Workspace(output, _fingerprint(preparation, sources, tokenizer)) as work:
             if work.state is None or not _is_done(work.state, output):
                 _check_output(output, preparation.overwrite)

@@ -14,6 +14,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -278,6 +279,19 @@ def read_sources(
                 yield record
 
 
+def cut_lone_text(sources: Sequence[Source], fraction: float, text_column: str) -> list[Source]:
+    """A file that is one text as two sources, its last `fraction`, from a line on, for validation; else
+    `sources`."""
+    is_alone = len(sources) == 1 and sources[0].path is not None and fraction > 0
+    match list(islice(_read_source(0, sources[0], text_column), 2)) if is_alone else []:
+        case [RawRecord(line=0, kind="text", data=text)]:
+            begin = text.rfind(b"\n", 0, int(len(text) * (1 - fraction)) + 1) + 1
+            if 0 < begin < len(text):
+                last = replace(sources[0], validation=True, part=slice(begin, None))
+                return [last, replace(sources[0], part=slice(begin))]
+    return list(sources)
+
+
 def batch_records(records: Iterable[RawRecord], batch_bytes: int) -> Iterator[list[RawRecord]]:
     """Groups records into lists of about `batch_bytes`; the groups depend on the records only."""
     batch: list[RawRecord] = []
@@ -308,7 +322,7 @@ def _read_source(index: int, source: Source, text_column: str) -> Iterator[RawRe
                 detail = f"expected at most {RECORD_BYTES} bytes in one record; cut it into documents"
                 yield bad_record(name, last, TOO_LARGE, detail, index)
             else:
-                yield record
+                yield replace(record, data=record.data[source.part]) if source.part else record
     except (*DAMAGE, OSError) as error:
         number = error.errno if isinstance(error, OSError) else None
         unreadable = number is not None

@@ -363,3 +363,37 @@ def test_a_store_without_duplicates_is_that_of_the_different_documents(
     for split in ("train", "validation"):
         found, expected = (list(s.split(split).iterate()) for s in (store, once))
         assert [ids.tolist() for ids, _ in found] == [ids.tolist() for ids, _ in expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fraction", "validation"),
+    [
+        ("input.txt", "a line\n" * 100, "0.05", "a line\n" * 5),
+        ("input.txt", "a line\n" * 100, "0", ""),
+        ("a b.md", "a line that is long\nand the rest of one", "0.1", "and the rest of one"),
+        ("input.txt", "no line ends", "0.5", ""),
+        ("input.txt", '{"text": "one"}\n{"text": "two"}\n', "0.01", None),
+        ("input.jsonl", '{"text": "one\\nlone\\ndocument"}\n', "0.1", ""),
+    ],
+)
+def test_the_last_lines_of_a_lone_text_are_its_validation_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name, text, fraction, validation
+):
+    (tmp_path / name).write_text(text)
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    command = ["prepare", "--input", str(tmp_path / name), "--tokenizer", str(tokenizer)]
+    assert main([*command, "--validation_fraction", fraction, "--output", str(tmp_path / "store")]) == 0
+    store = TokenStore(tmp_path / "store")
+    decode = open_tokenizer(store.tokenizer_folder).decode
+    train, kept = (
+        [decode(ids.tolist()) for ids, _ in store.split(split).iterate()] for split in ("train", "validation")
+    )
+    printed = capsys.readouterr().out
+    if validation is None:  # documents of their own, chosen by hash
+        assert sorted(train + kept) == ["one", "two"]
+        return
+    if name != "input.jsonl":
+        assert "".join(train + kept) == text
+    assert "".join(kept) == validation
+    assert ("for validation from byte" in printed) == bool(validation)
+    assert ("no document is in the validation split" in printed) == (fraction != "0" and not validation)

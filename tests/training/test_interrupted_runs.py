@@ -95,7 +95,7 @@ CHANGES = {
 }
 
 WORSE = {0: 0.5, 4: 1.0, 8: 1.5}
-"""What `evaluated` and `patient` find at their evaluations; the one before the first step is never the best."""
+"""What these two find at their evaluations; the one before the first step is never the best."""
 
 
 class Runs:
