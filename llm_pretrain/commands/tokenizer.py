@@ -28,12 +28,13 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Trains a lossless tokenizer that transformers opens."
-    add_parameters(parser, train_tokenizer)
+    add_parameters(parser, train_tokenizer, without=("notice",))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train the tokenizer, and print how well it compresses the text."""
-    report = train_tokenizer(**chosen(arguments, train_tokenizer))
+    notice = lambda text: print(f"notice     {printable(text)}", flush=True)  # noqa: E731
+    report = train_tokenizer(**chosen(arguments, train_tokenizer), notice=notice)
     print(f"tokenizer  {printable(arguments.output)}, {arguments.type}, {report.vocab_size} tokens")
     sampled = f" of {report.text_bytes:,}" if report.sampled_bytes < report.text_bytes else ""
     print(f"trained on {report.sampled_bytes:,}{sampled} bytes in {report.documents:,} documents")

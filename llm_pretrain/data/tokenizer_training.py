@@ -9,7 +9,7 @@ import shutil
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -51,6 +51,7 @@ def train_tokenizer(
     type: TokenizerType = "sentencepiece-bpe",
     on_error: Literal["skip", "fail"] = "fail",
     text_column: str = "text",
+    notice: Callable[[str], object] = lambda text: None,
 ) -> TokenizerReport:
     """Trains on the text of `input` and writes the folder `output`; a failed training leaves nothing behind.
 
@@ -66,6 +67,7 @@ def train_tokenizer(
         type: Kind of tokenizer.
         on_error: A bad record is counted and left out, or stops with file and line.
         text_column: Field or column that holds a document's text.
+        notice: Gets a line at the beginning of each part of the work.
     """
     if vocab_size is None and type != "char":
         raise ConfigError(f"--vocab_size: expected a size for --type {type}, found none; add --vocab_size N")
@@ -74,14 +76,17 @@ def train_tokenizer(
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder}: expected a new or empty folder, found one in use; choose another")
+    notice(f"reading {', '.join(input)}")
     texts, skipped = _read_texts(input, on_error, text_column)
     total = sum(len(text.encode()) for text in texts)
     if not total:
         raise DataError(f"{', '.join(input)}: expected text, found none")
     sample = min(1.0, SAMPLE_BYTES / total)
+    notice(f"training on {min(total, SAMPLE_BYTES):,} of {total:,} bytes in {len(texts):,} documents")
     content, model = _build(type, texts, sample, vocab_size)
     _write(folder, content, model, chat=type != "char")
     tokenizer = open_tokenizer(folder)
+    notice("comparing the decoded text with the text")
     checked = texts if sample == 1.0 else ["".join(_blocks(text, sample)) for text in texts]
     tokens, altered = _measure(tokenizer, checked)
     sampled = sum(len(text.encode()) for text in checked)

@@ -173,6 +173,7 @@ class Runner:
     def __init__(self, ladder: Ladder, context: LaunchContext):
         self.ladder, self.context, self.sizes = ladder, context, Sizes(ladder.base)
         self.runs = ladder_runs(ladder.rungs)
+        self._started, self._used = time.monotonic(), used_flops(ladder)
 
     def run_all(self) -> None:
         """Run the trainings that have not ended yet, except the decays of a diverged stable run.
@@ -183,6 +184,10 @@ class Runner:
         flops = {run: run.trained_steps * self.sizes.of(run.hidden_size).step_flops for run in self.runs}
         waiting = [run for run in longest_first(flops) if not self._progress(run).has_ended(run.end)]
         runs = {job_of(self._folder(run), self.ladder.threads): run for run in waiting}
+        say(
+            f"{len(waiting)} of {len(self.runs)} runs to train, each with a line here when it ends; "
+            f"`llm-pretrain top {self.ladder.folder}` shows them meanwhile"
+        )
         run_until(
             list(runs),
             self.context,
@@ -210,9 +215,13 @@ class Runner:
             raise failure(job, run.name, code)
         write_points(self.ladder.folder, measured_points(self.ladder))
         tokens, used = run.end * self.ladder.base.training.tokens_per_step, used_flops(self.ladder)
-        share = used / ladder_flops(self.sizes, self.ladder.rungs)
+        planned, done = ladder_flops(self.sizes, self.ladder.rungs), used - self._used
+        left = (time.monotonic() - self._started) * max(0.0, planned - used) / max(done, 1.0)
         result = "DIVERGED" if progress.has_diverged else f"loss {progress.evaluations[run.end].loss:.4f}"
-        say(f"{run.name:<16} {tokens:>13,} tokens  {result:<11}  used {share:.0%} ({used:.2g} FLOPs)")
+        say(
+            f"{run.name:<16} {tokens:>13,} tokens  {result:<11}  "
+            f"used {used / planned:.0%} ({used:.2g} FLOPs), {duration(left)} left"
+        )
         self._clean()
 
     def _clean(self) -> None:

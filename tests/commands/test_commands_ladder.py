@@ -145,7 +145,7 @@ def test_a_ladder_that_is_killed_and_stopped_ends_with_the_same_table(finished, 
 
 def ended_runs(log: Path) -> int:
     """Runs that have ended in this call: each prints what is used."""
-    return log.read_text().count(" FLOPs)\n")
+    return log.read_text().count(" FLOPs), ")
 
 
 @pytest.mark.slow
@@ -295,7 +295,10 @@ def test_decays_follow_their_stable_runs_and_none_a_diverged_one(tmp_path, monke
     for run in runs:
         before = [each.name for each in runs if run.follows(each) and run.name in started]
         assert all(started.index(each) < started.index(run.name) for each in before)
-    assert len(printed) == 9
+    overview, *ended = printed
+    assert overview.startswith(f"{len(runs)} of {len(runs)} runs to train")
+    assert len(ended) == 9
+    assert all(line.endswith(" left") for line in ended)
     assert sum("DIVERGED" in line for line in printed) == 1
     diverged = next(run for run in runs if run.hidden_size == 96)
     (runner._folder(diverged) / "checkpoints").mkdir()
