@@ -203,9 +203,9 @@ def check_status(check: Check, run: RunFiles) -> None:
         check.fail(f"step: expected a whole number of steps, found {step!r:.40}")
         return
     _check_named_checkpoint(check, run, step)
-    is_whole = state == "finished" and config is not None and not config.evaluation.patience
-    if is_whole and step != config.training.max_steps:
-        check.fail(f"step: expected training.max_steps {config.training.max_steps}, found {step}")
+    last = None if config is None or config.evaluation.patience else config.training.max_steps
+    if state == "finished" and last not in (None, step):
+        check.fail(f"step: expected training.max_steps {last}, found {step}")
     if state in ("finished", "preempted") and step < max(run.rows, default=0):
         check.fail(f"step: expected {max(run.rows)}, the last row's, or later, found {step}")
 

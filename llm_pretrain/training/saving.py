@@ -295,8 +295,9 @@ class CheckpointManager:
         metric, max_batches = config.checkpoint.best_metric, config.evaluation.max_batches
         if not (config.checkpoint.keep_best and progress.step > 0 and math.isfinite(loss)):
             return
-        is_comparable = best is not None and (best.metric, best.max_batches) == (metric, max_batches)
-        if is_comparable and not loss < best.loss:
+        if best is not None and (best.metric, best.max_batches) != (metric, max_batches):
+            best = None
+        if best is not None and not loss < best.loss:
             return
         self.wait()  # a background save writes into the same folder
         with self.engine.checkpoint_state() as (model, _):
