@@ -88,7 +88,7 @@ store: $(STORE)/store.json  ## Tokenizer and token store of the embedded corpus
 pretrain: $(STORE)/store.json  ## Pretrain a small mixture of experts on the embedded corpus
 	PYTORCH_ALLOC_CONF=expandable_segments:True $(BIN)/llm-pretrain train --nproc $(NPROC) --config $(CONFIG)
 	@echo; echo "A sample:"
-	@$(BIN)/llm-pretrain generate $(RUN) --prompt "def " --max_new_tokens 64 --temperature 0.8
+	@$(BIN)/llm-pretrain generate $(RUN) --prompt "$$(printf 'import os\n\n\ndef ')" --max_new_tokens 64 --temperature 0.8
 	@echo
 	@echo "The run is in $(RUN); $(RUN)/report.html shows it. Try next:"
 	@echo "  $(BIN)/llm-pretrain generate $(RUN) --prompt 'import '"

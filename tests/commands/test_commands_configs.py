@@ -43,7 +43,7 @@ def test_the_listing_has_every_preset_with_its_size(capsys, monkeypatch, tmp_pat
     listed = {name: line for line in lines if (name := line.partition(" ")[0]) in presets}
     assert set(listed) == presets
     assert listed["olmoe-1b-7b"].split()[1:6] == ["6.92B", "1.28B", "16", "of", "8/64"]
-    assert "5.91M*" in listed["quickstart"]
+    assert "1.41M*" in listed["quickstart"]
     assert "7 of 4/32+1, 1 dense" in listed["finegrained-moe-136m"]
     (tmp_path / "over.yaml").write_text("run: {name: over}\n")
     assert main(["configs", "--folder", str(tmp_path)]) == 0

@@ -214,4 +214,4 @@ def test_a_base_is_a_member_at_its_own_rates(name):
 def test_sizes_follow_the_dial():
     model = member(preset("quickstart"), 96).model
     assert (model.num_hidden_layers, model.num_attention_heads, model.num_key_value_heads) == (2, 3, 1)
-    assert (model.intermediate_size, model.moe_intermediate_size) == (256, 128)
+    assert (model.intermediate_size, model.moe_intermediate_size) == (192, 96)
