@@ -256,7 +256,7 @@ class TrainingConfig:
         global_batch_size: Sequences per optimizer step, over all processes.
         max_steps: Optimizer steps of the whole run.
         max_tokens: Tokens of the whole run, padding included, instead of max_steps, which replaces it when
-            settings are loaded: as many steps as hold them.
+            settings are loaded: as many steps as hold them. An epoch has the tokens that `prepare` counts.
         precision: `fp32`, or autocast in `bf16` or `fp16` (with a gradient scaler) over fp32 weights. `auto`
             is replaced when settings are loaded: by `bf16` if the GPU or CPU multiplies in it, else by
             `fp32`.
