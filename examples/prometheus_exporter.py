@@ -3,17 +3,16 @@
     python examples/prometheus_exporter.py runs --port 9464            # to be scraped
     python examples/prometheus_exporter.py runs --textfile FILE.prom   # for the node exporter, every 15 s
 
-It needs `pip install prometheus-client`, and runs beside the training, which it cannot disturb: on the
-machine of rank 0, or on any that sees the folders. So it tells of runs that are gone, too:
-`llm_pretrain_state` is 1 for the state that `llm-pretrain top` shows, of which `killed`, `failed` and
-`diverged` deserve an alert.
+It needs `pip install prometheus-client`, and runs beside the training, which it cannot disturb. For each run
+`llm_pretrain_state` is 1 for the state that `llm-pretrain top` shows, of which `failed` and `diverged`
+deserve an alert. On the machine (and in the container) of rank 0 a run that is gone is `killed`; elsewhere it
+stays `running`, so alert on the age of `llm_pretrain_time`, the time of its newest row, as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -24,10 +23,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from llm_pretrain.errors import PretrainError
-from llm_pretrain.runs.monitor import RunMonitor
 from llm_pretrain.runs.record import read_run
-from llm_pretrain.runs.rows import finite_number
-from llm_pretrain.tracking.top import runs_in
+from llm_pretrain.tracking.top import newest_numbers, runs_in
 
 SECONDS = 15
 """Time between two writes of a text file."""
@@ -43,28 +40,26 @@ class Runs(Collector):
     """
 
     def __init__(self, paths: Sequence[Path]):
-        self.paths, self._lock = paths, threading.Lock()
-        self._followed: dict[Path, tuple[RunMonitor, dict[str, float]]] = {}
+        self.paths = paths
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the state of each run, then each metric; those of sources and layers with their label."""
         state = GaugeMetricFamily("llm_pretrain_state", "1 for the state of a run.", labels=["run", "state"])
         families: dict[str, GaugeMetricFamily] = {}
-        with self._lock:  # each scrape has a thread of its own
-            for folder in self._folders():
-                with suppress(
-                    PretrainError, OSError
-                ):  # deleted meanwhile, or damaged, of which `verify` tells
-                    record = read_run(folder, metrics=False)
-                    state.add_metric([str(folder), record.state], 1)
-                    for key, value in self._newest(folder).items():
-                        part = PART.search(key)
-                        name = re.sub(r"\W", "_", PART.sub(r"\1\3/", key))
-                        if name not in families:
-                            families[name] = GaugeMetricFamily(
-                                f"llm_pretrain_{name}", "Newest value.", labels=["run", "source", "layer"]
-                            )
-                        source, layer = part.group(2, 4) if part else (None, None)
+        for folder in self._folders():
+            # a run that is deleted meanwhile, or damaged, of which `verify` tells
+            with suppress(PretrainError, OSError):
+                record = read_run(folder, metrics=False)
+                state.add_metric([str(folder), record.state], 1)
+                for key, value in newest_numbers(folder / "metrics.jsonl", record.problems).items():
+                    part = PART.search(key)
+                    name = re.sub(r"\W", "_", PART.sub(r"\1\3/", key))
+                    if name not in families:
+                        families[name] = GaugeMetricFamily(
+                            f"llm_pretrain_{name}", "Newest value.", labels=["run", "source", "layer"]
+                        )
+                    source, layer = part.group(2, 4) if part else (None, None)
+                    if value is not None:
                         families[name].add_metric([str(folder), source or "", layer or ""], value)
         yield from [state, *families.values()]
 
@@ -74,18 +69,6 @@ class Runs(Collector):
             with suppress(PretrainError, OSError):  # there is no run yet
                 found |= dict.fromkeys(runs_in(path))
         yield from found
-
-    def _newest(self, folder: Path) -> dict[str, float]:
-        """The newest number of each metric, `step` and `time` (Unix seconds) included."""
-        if folder not in self._followed:
-            monitor, rows = RunMonitor(folder), read_run(folder).rows
-            self._followed[folder] = monitor, {}
-        else:
-            monitor, rows = self._followed[folder][0], []
-        newest = self._followed[folder][1]
-        for row in [*rows, *monitor.update()]:
-            newest |= {key: number for key in row if (number := finite_number(row[key])) is not None}
-        return newest
 
 
 def main() -> None:
@@ -104,9 +87,10 @@ def main() -> None:
         server, thread = start_http_server(options.port, registry=registry)
         print(f"http://localhost:{server.server_port}/metrics", flush=True)
         thread.join()
-    while True:
-        write_to_textfile(str(options.textfile), registry)
-        time.sleep(SECONDS)
+    else:
+        while True:
+            write_to_textfile(str(options.textfile), registry)
+            time.sleep(SECONDS)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,10 @@ from llm_pretrain.config import loading
 from llm_pretrain.config.tree import Config, SourceConfig, TrainingConfig
 from llm_pretrain.errors import EXIT_PREEMPTED, CheckpointError, ConfigError, PretrainError
 from llm_pretrain.text import reason_of
+
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # as `llm-pretrain train` does; read when torch is imported
 
 if TYPE_CHECKING:
     import torch
@@ -46,10 +51,16 @@ def load_config(*files: str | Path, **sections: Mapping[str, Any]) -> Config:
         ConfigError: Every setting that is unknown, of a wrong type, out of range or contradicted.
     """
     argv = [word for file in files for word in ("--config", str(file))]
-    for section, settings in sections.items():
-        for name, value in settings.items():
-            argv += [f"--{section}.{name}", value if isinstance(value, str) else json.dumps(value)]
-    return loading.load_config(argv, needs_data=False, world_size=1)
+    return loading.load_config(argv, _without_paths(sections), needs_data=False, world_size=1)
+
+
+def _without_paths(value: Any) -> Any:
+    """The value as YAML would give it: text in place of paths, lists in place of tuples."""
+    if isinstance(value, Mapping):
+        return {name: _without_paths(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_paths(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def train(
@@ -68,7 +79,7 @@ def train(
         launcher: Which of the two scripts trains.
 
     Raises:
-        PretrainError: As the scripts end with; its `exit_code` is theirs.
+        PretrainError: The training failed; `exit_code` is the script's.
     """
     from llm_pretrain.launch.jobs import SCRIPTS
 
@@ -101,27 +112,27 @@ def _train_apart(config: Config, on_row: Callable[[Row], object] | None, nproc: 
         file.flush()
         command += ["--launcher", launcher, "--nproc", str(nproc), "--config", file.name]
         process, code = subprocess.Popen(command), None
-        while code is None:
-            try:
-                code = process.wait(0.5)
-            except subprocess.TimeoutExpired:
-                pass
-            except KeyboardInterrupt:  # of a notebook, which interrupts this process alone
+        try:
+            while code is None:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(0.5)
+                for row in monitor.update():
+                    if on_row:
+                        on_row(row)
+        finally:
+            if code is None:  # an interrupt, or an error of on_row: the run saves and stops
                 process.send_signal(signal.SIGINT)
                 process.wait()
-                raise
-            for row in monitor.update():
-                if on_row:
-                    on_row(row)
     if code not in (0, EXIT_PREEMPTED):
-        reason = read_status(folder / "status.json").get("reason")
+        status = read_status(folder / "status.json")
+        reason = status.get("reason") if status.get("exit_code") == code else None
         error = PretrainError(f"{folder}: the run ended with exit code {code}: {reason or 'see its output'}")
         error.exit_code = code
         raise error
 
 
 class Run:
-    """A run's folder, as it was when a property was first read.
+    """A run's folder as it was when it was opened; `checkpoints` are those of now.
 
     Attributes: `path`; `status` (status.json) and `state`; `attempts` (rows of attempts.jsonl).
     """
@@ -180,7 +191,7 @@ def compare_runs(left: str | Path | Run, right: str | Path | Run) -> Comparison:
 
 
 def batches(config: Config, start_step: int = 0) -> Iterator[list[Batch]]:
-    """Yield each step's micro batches as all ranks together read them, from `start_step` (from 0) on."""
+    """Yield the micro batches of each step, those of all ranks together; steps count from 0."""
     from llm_pretrain.data.loader import global_batches
     from llm_pretrain.training.trainer import windows
 
@@ -199,7 +210,7 @@ def generate(
     seed: int = 0,
     token_healing: bool = True,
 ) -> str | list[str]:
-    """The prompt, or each of several, and its continuation; the arguments are those of the command.
+    """The prompt with its continuation, or a list of them for several; arguments as of the command.
 
     Raises:
         ConfigError: A setting is out of range, or a prompt is empty or longer than the model's positions.
@@ -239,8 +250,6 @@ def evaluate(
 
     The arguments are those of `llm-pretrain evaluate`. Raises ConfigError and DataError as it does.
     """
-    from llm_pretrain.training.store_evaluation import evaluate_files, evaluate_stores
-
     source = source if isinstance(source, TrainedModel) else open_model(source)
     config = evaluation_config(
         source,
@@ -251,9 +260,31 @@ def evaluate(
         micro_batch_size=micro_batch_size,
         precision=precision,
     )
-    if inputs:
-        return evaluate_files(source.model, source.tokenizer, config, inputs)
-    return evaluate_stores(source.model, source.tokenizer, config, split)
+    return figures_of(source, config, inputs, split)
+
+
+def figures_of(
+    source: TrainedModel, config: Config, inputs: Sequence[str], split: Literal["validation", "train"]
+) -> Figures:
+    """The figures on files, or without any on the stores of `config`.
+
+    They take as many threads as a process of the run, since others would change the order of summation.
+    """
+    import torch
+
+    from llm_pretrain.launch.process import default_threads
+    from llm_pretrain.training.store_evaluation import evaluate_files, evaluate_stores
+
+    before, threads = torch.get_num_threads(), config.distributed.cpu_threads
+    if threads is None and source.opened.world_size:
+        threads = default_threads(source.opened.world_size)
+    torch.set_num_threads(threads or before)
+    try:
+        if inputs:
+            return evaluate_files(source.model, source.tokenizer, config, inputs)
+        return evaluate_stores(source.model, source.tokenizer, config, split)
+    finally:
+        torch.set_num_threads(before)
 
 
 def evaluation_config(

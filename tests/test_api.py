@@ -35,6 +35,17 @@ def test_the_document_can_be_followed(plain_store: Path, tmp_path: Path, monkeyp
     assert open_tokenizer(run.path / "weights" / "best").decode(names["ids"]) == "some text"
 
 
+def test_settings_may_be_any_text_and_paths():
+    prompts = ["def ", "a \N{SNAKE} 'quoted': {it}"]
+    config = lp.load_config(
+        "tiny-moe", data={"sources": [{"store": Path("a/b")}]}, evaluation={"sample_prompts": prompts}
+    )
+    assert config.data.sources[0].store == "a/b"
+    assert config.evaluation.sample_prompts == prompts
+    with pytest.raises(ConfigError, match="training: expected a section with its fields, found 3"):
+        lp.load_config("tiny-moe", training=3)  # pyright: ignore[reportArgumentType]  # the mistake
+
+
 def test_mistakes_are_one_error(plain_store: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"training\.max_step: no such setting; did you mean training"):
         lp.load_config("tiny-moe", training={"max_step": 3})
@@ -73,3 +84,23 @@ def test_a_launched_run_gives_its_rows_and_its_error(plain_store: Path, tmp_path
     with pytest.raises(PretrainError, match="other: the run ended with exit code 65: ") as caught:
         lp.train(config(tmp_path / "other", tmp_path / "none"), nproc=2, launcher=launcher)
     assert caught.value.exit_code == 65
+
+
+@pytest.mark.slow
+def test_an_error_of_on_row_ends_the_launched_run_with_a_save(plain_store: Path, tmp_path: Path):
+    config = lp.load_config(
+        "tiny-dense",
+        data={"sources": [{"store": str(plain_store)}]},
+        run={"output_dir": tmp_path / "run"},
+        training={"max_steps": 100000},
+        logging={"logging_steps": 1, "wandb_mode": "disabled"},
+    )
+
+    def fail(row: object) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        lp.train(config, on_row=fail, nproc=2)
+    run = lp.open_run(tmp_path / "run")
+    assert run.state == "preempted"
+    assert run.checkpoints

@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 _TOKENIZER_SUFFIXES = {".json", ".model", ".txt", ".jinja", ".tiktoken"}
 BEST_FILE = "best.json"
-"""In `best/`: `{"step": …, "eval/loss": …}`."""
+"""In `best/`: the step, and the loss by its name, such as `eval/loss`."""
 _OWN_FILES = {"config.json", "generation_config.json", INDEX_FILE, BEST_FILE, MARKER}
 
 

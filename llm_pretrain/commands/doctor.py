@@ -55,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{'accelerate':<14}{printable(shown if settings else f'no file at {path}: its defaults count')}")
     warnings = []
     if config is not None:
-        from llm_pretrain.training.machine import machine_surprises
+        from llm_pretrain.training.machine import machine_warnings
 
-        warnings += machine_surprises(config, machine.gpus, max(machine.gpus, 1))
+        warnings += machine_warnings(config, machine.gpus, max(machine.gpus, 1))
     warnings += accelerate_surprises(settings, config) if settings else []
     for warning in warnings:
         print(printable(f"warning: {warning}"))

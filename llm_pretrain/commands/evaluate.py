@@ -9,12 +9,12 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from llm_pretrain.api import TrainedModel, evaluation_config, open_model
+from llm_pretrain.api import TrainedModel, evaluation_config, figures_of, open_model
 from llm_pretrain.commands.options import add_parameters, chosen
 from llm_pretrain.config.schema import NonNegativeInt, PositiveInt
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import printable
-from llm_pretrain.training.store_evaluation import Figures, evaluate_files, evaluate_stores
+from llm_pretrain.training.store_evaluation import Figures
 
 EXAMPLES = """\
 What is evaluated:
@@ -86,29 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
         micro_batch_size=arguments.micro_batch_size,
         precision=arguments.precision,
     )
-    _use_threads_of_the_run(source, config)
-    if arguments.input is not None:
-        figures = evaluate_files(source.model, source.tokenizer, config, arguments.input)
-        what = ", ".join(arguments.input)
-    else:
-        split = arguments.split or "validation"
-        figures = evaluate_stores(source.model, source.tokenizer, config, split)
-        what = ", ".join(each.store for each in config.data.sources) + f" ({split})"
+    split = arguments.split or "validation"
+    figures = figures_of(source, config, arguments.input or (), split)
+    stores = ", ".join(each.store for each in config.data.sources)
+    what = ", ".join(arguments.input) if arguments.input else f"{stores} ({split})"
     _print_figures(source, config, what, figures, as_json=arguments.json)
     return 0
-
-
-def _use_threads_of_the_run(source: TrainedModel, config: Config) -> None:
-    """Use as many threads as a process of the run; another number would change the order of summation."""
-    import torch
-
-    from llm_pretrain.launch.process import default_threads
-
-    threads = config.distributed.cpu_threads
-    if threads is None and source.opened.world_size:
-        threads = default_threads(source.opened.world_size)
-    if threads:
-        torch.set_num_threads(threads)
 
 
 def _print_figures(

@@ -42,6 +42,7 @@ _LENGTHS = ("max_steps", "max_tokens")
 
 def load_config(
     argv: list[str] | None = None,
+    settings: Mapping[str, Any] | None = None,
     *,
     prog: str | None = None,
     needs_data: bool = True,
@@ -55,6 +56,7 @@ def load_config(
 
     Args:
         argv: Arguments without the program's name; None takes the arguments of the process.
+        settings: Values by section and field, which override the arguments.
         prog: Program name in the help.
         needs_data: Whether `data.sources` must name a store.
         has_bf16: Whether a precision of `auto` becomes bf16; None asks this machine.
@@ -79,9 +81,15 @@ def load_config(
         else:
             own |= _names(sound)
         line.problems += problems + wrong
+    sound, wrong = check_tree(settings)
+    _merge(line.options, sound)
+    line.problems += wrong
     _merge(tree, line.options)
     tree = expand_paths(tree)
-    for note in [*_resolve_length(tree), *_shorten_schedule(tree, preset, own | _names(line.options))]:
+    for note in [
+        *_resolve_length(tree, line.problems),
+        *_shorten_schedule(tree, preset, own | _names(line.options)),
+    ]:
         if world_size is None and os.environ.get("RANK", "0") == "0":  # else another process prints the note
             print(f"note: {note}", file=sys.stderr)
     config = resolve_precision(build(Config, tree), has_bf16)
@@ -362,8 +370,8 @@ def _read_file(name: str) -> tuple[Any, str, list[str]]:
 
 
 def _merge(tree: _Tree, other: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replaces settings of `tree` by the settings in `other`; a list is replaced as a whole, and a number of
-    steps by one of tokens and the reverse."""
+    """Replaces settings of `tree` by the settings in `other`; a list is replaced as a whole. The later of
+    `max_steps` and `max_tokens` replaces the other."""
     for section, fields in other.items():
         mine = tree.setdefault(section, {})
         if section == "training" and any(fields.get(name) is not None for name in _LENGTHS):
@@ -372,20 +380,17 @@ def _merge(tree: _Tree, other: Mapping[str, Mapping[str, Any]]) -> None:
         mine.update(fields)
 
 
-def _resolve_length(tree: _Tree) -> Iterator[str]:
-    """Replaces `training.max_tokens` in `tree` by the steps that hold so many; a note if it does.
-
-    Raises:
-        ConfigError: one file, or the options, give both.
-    """
+def _resolve_length(tree: _Tree, problems: list[str]) -> Iterator[str]:
+    """Replaces `training.max_tokens` in `tree` by the steps that hold so many; yields a note if it does.
+    One source of settings that gives both is one of the `problems`."""
     training = tree.get("training", {})
     tokens, steps = training.get("max_tokens"), training.get("max_steps")
     if tokens is None:
         return
-    if steps is not None:
-        raise ConfigError(f"training.max_tokens: expected none with max_steps {steps}, found {tokens}")
     a_step = build(Config, tree).training.tokens_per_step
-    if min(tokens, a_step) > 0:  # else a problem that is reported below
+    if steps is not None:
+        problems.append(f"training.max_tokens: expected none with max_steps {steps}, found {tokens}")
+    elif min(tokens, a_step) > 0:  # else a problem that is reported below
         training |= {"max_tokens": None, "max_steps": -(-tokens // a_step)}
         yield f"training.max_steps: {training['max_steps']} steps of {a_step} hold the {tokens} max_tokens"
 

@@ -65,7 +65,7 @@ class SourceConfig:
     Args:
         store: Folder written by `llm-pretrain prepare`.
         weight: Share of the samples drawn from this store, relative to the other sources. With 0 the store
-            is only evaluated, unless `weight_changes` give it a weight later.
+            is only evaluated (and counts in `eval/loss`), unless `weight_changes` give it a weight later.
         name: Name of the source in metrics, if there are several. Default: name of the folder.
     """
 
@@ -390,7 +390,7 @@ class EvaluationConfig:
         max_batches: Number of global batches of the validation split to evaluate on. Default: the whole
             split.
         patience: Evaluations in a row without a new lowest `checkpoint.best_metric` after which the run ends;
-            0 trains all steps.
+            0 trains all steps. Without `checkpoint.keep_best` nothing is compared.
         sample_prompts: Prompts from which text is generated at every evaluation, for samples.jsonl and the
             report.
         sample_tokens: Number of tokens to generate for each prompt.
@@ -558,14 +558,9 @@ class Config:
     def _check_best(self) -> Iterator[str]:
         sources = self.data.sources if len(self.data.sources) > 1 else []
         names = ["eval/loss", *(f"eval/source/{source.label}/loss" for source in sources)]
-        metric, evaluation = self.checkpoint.best_metric, self.evaluation
+        metric = self.checkpoint.best_metric
         if metric not in names:
             yield f"checkpoint.best_metric: expected {' or '.join(names)}, found {show(metric)}"
-        if evaluation.patience and not (self.checkpoint.keep_best and evaluation.eval_steps):
-            yield (
-                "evaluation.patience: expected 0 without checkpoint.keep_best and evaluation.eval_steps, "
-                f"found {evaluation.patience}"
-            )
 
     def _has_own_checkpoints(self, source: str) -> bool:
         """Whether the run has checkpoints; it resumes from them even if another run's folder is gone."""

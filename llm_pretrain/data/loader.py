@@ -240,8 +240,8 @@ def global_batches(
 
 
 def most_workers(ranks: int) -> int:
-    """How many workers each of `ranks` processes of this machine starts at most: they share its cores."""
-    return max(1, usable_cores() // ranks)
+    """How many workers each of `ranks` processes of this machine starts at most: its share of the cores."""
+    return max(1, min(usable_cores(), (os.cpu_count() or 1) // ranks))
 
 
 def train_samples(config: Config, stores: Sequence[TokenStore] | None = None) -> MicroBatches:

@@ -63,7 +63,8 @@ class Preparation:
         input: Files, folders, patterns, hf://OWNER/NAME, or `stdlib`: the Python standard library's source.
         tokenizer: Any Hugging Face tokenizer folder.
         output: Folder of the token store to write.
-        validation_fraction: Share of the documents, chosen by hash, that is kept for validation.
+        validation_fraction: Share of the documents, chosen by hash, that is kept for validation; of a lone
+            text, of its last lines.
         on_error: A bad record is counted and left out, or stops with file and line.
         text_column: Field or column that holds a document's text.
         split: Which split of a folder that has several, or of a hub data set (default: train; the folder's
@@ -131,7 +132,8 @@ def prepare_store(preparation: Preparation) -> TokenStore:
         validation_input = preparation.validation_input or ()
         sources = find_sources(preparation.input, preparation.split, validation_input, preparation.notice)
         sources = [replace(source, separator=preparation.document_separator) for source in sources]
-        sources = cut_lone_text(sources, preparation.validation_fraction, preparation.text_column)
+        if not preparation.exclude:  # it compares whole documents
+            sources = cut_lone_text(sources, preparation.validation_fraction, preparation.text_column)
         if part := sources[0].part:
             preparation.notice(f"{sources[0].name}: one text, for validation from byte {part.start:,} on")
         with Workspace(output, _fingerprint(preparation, sources, tokenizer)) as work:
@@ -275,10 +277,10 @@ class _Pass:
                 if time.monotonic() >= self._next_commit:
                     self._commit()
                 preparation.progress(origin.size)
-            if not totals.documents:
+            again = totals.other_threshold(self._threshold) if totals.documents else None
+            if again is None and not self._writer.splits["train"].documents:
                 names = ", ".join(preparation.inputs)
-                raise DataError(f"{names}: expected documents, found none{totals.causes()}")
-            again = totals.other_threshold(self._threshold)
+                raise DataError(f"{names}: expected documents to train on, found none{totals.causes()}")
             if again is None:
                 self._commit()
                 state = self._work.state or {}
@@ -341,10 +343,11 @@ class _Pass:
         """Entries of store.json besides the files."""
         preparation, totals = self._preparation, self._totals
         names = [name if name.startswith(HUB_PREFIX) else Path(name).name for name in preparation.inputs]
+        has_own_split = self._sources[0].validation and not self._sources[0].part
         return {
             "inputs": names,
             "input_documents": totals.entries,
-            "validation_fraction": None if self._sources[0].validation else preparation.validation_fraction,
+            "validation_fraction": None if has_own_split else preparation.validation_fraction,
             "on_error": preparation.on_error,
             "special_tokens": preparation.special_tokens,
             "document_separator": preparation.document_separator,

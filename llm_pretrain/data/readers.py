@@ -14,6 +14,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, repeat
@@ -28,7 +29,9 @@ from llm_pretrain.data.documents import (
     TOO_LARGE,
     UNREADABLE,
     RawRecord,
+    RecordError,
     bad_record,
+    parse_record,
 )
 from llm_pretrain.data.inputs import LINES_SUFFIXES, TABLE_SUFFIXES, Source, find_sources
 from llm_pretrain.data.tables import choose_columns, hub_records, table_records
@@ -280,15 +283,18 @@ def read_sources(
 
 
 def cut_lone_text(sources: Sequence[Source], fraction: float, text_column: str) -> list[Source]:
-    """A file that is one text as two sources, its last `fraction`, from a line on, for validation; else
-    `sources`."""
-    is_alone = len(sources) == 1 and sources[0].path is not None and fraction > 0
-    match list(islice(_read_source(0, sources[0], text_column), 2)) if is_alone else []:
-        case [RawRecord(line=0, kind="text", data=text)]:
-            begin = text.rfind(b"\n", 0, int(len(text) * (1 - fraction)) + 1) + 1
-            if 0 < begin < len(text):
-                last = replace(sources[0], validation=True, part=slice(begin, None))
-                return [last, replace(sources[0], part=slice(begin))]
+    """Split a file that is one text: its last lines, at most `fraction` of it, are for validation. Returns
+    other `sources` as they are."""
+    if len(sources) != 1 or sources[0].path is None or not fraction:
+        return list(sources)
+    match list(islice(_read_source(0, sources[0], text_column), 2)):
+        case [RawRecord(line=0, kind="text", data=text) as record]:
+            begin = text.find(b"\n", max(0, int(len(text) * (1 - fraction)) - 1)) + 1
+            with suppress(RecordError):  # a bad record stays whole
+                parse_record(record)
+                if begin and text[begin:].strip():
+                    last = replace(sources[0], validation=True, part=slice(begin, None))
+                    return [last, replace(sources[0], part=slice(begin))]
     return list(sources)
 
 

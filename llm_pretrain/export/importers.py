@@ -329,7 +329,17 @@ def _data(result: ImportedConfig, corpus: str) -> None:
     tokenizer, store = f"data/tokenizers/{name}", f"data/stores/{name}"
     for words in (
         ("tokenizer", "--input", corpus, "--vocab_size", "6400", "--output", tokenizer),
-        ("prepare", "--input", corpus, "--tokenizer", tokenizer, "--output", store),
+        (
+            "prepare",
+            "--input",
+            corpus,
+            "--special_tokens",
+            "tokens",
+            "--tokenizer",
+            tokenizer,
+            "--output",
+            store,
+        ),
     ):
         result.commands.append(shlex.join(["llm-pretrain", *words]))
     result.set({"data.sources": [{"store": store}]})

@@ -12,13 +12,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
 import psutil
 
 _LOST = 71
-"""Exit code of a rank that lost another one, whose own code says more."""
+"""Exit code of a rank that lost another one (or was out of memory); another rank's code says more."""
 
 
 def main() -> int:
@@ -34,9 +35,10 @@ def main() -> int:
     try:
         importlib.import_module(module).main()
     except subprocess.CalledProcessError as error:  # of accelerate with a single process
-        return _exit_code({0: error.returncode})
+        return exit_code([(0, error.returncode, 0)])
     except ChildFailedError as error:
-        return _exit_code({failure.local_rank: failure.exitcode for failure in error.failures.values()})
+        failures = error.failures.values()
+        return exit_code([(each.local_rank, each.exitcode, each.timestamp) for each in failures])
     return 0
 
 
@@ -50,12 +52,22 @@ def _forward(number: int, frame: FrameType | None) -> None:
             rank.send_signal(number)
 
 
-def _exit_code(codes: dict[int, int]) -> int:
+def exit_code(failures: Sequence[tuple[int, int, int]]) -> int:
+    """A rank's own code, else that of the signal that ended one, else that of ranks that lost another one.
+
+    Args:
+        failures: Local rank, exit code, and second of the end. Of ranks that end later than the first one by
+            more than a second the launcher has ended some.
+    """
+    first = min(second for _, _, second in failures)
+    codes = {rank: code for rank, code, second in failures if second <= first + 1}
+    if own := [code for code in codes.values() if code > 0 and code != _LOST]:
+        return own[0]
     for rank, code in codes.items():
         if code < 0:
             print(f"error: rank {rank} was ended by {signal.Signals(-code).name}", file=sys.stderr)
             return 128 - code
-    return next((code for code in codes.values() if code != _LOST), _LOST)
+    return _LOST
 
 
 if __name__ == "__main__":

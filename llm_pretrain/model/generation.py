@@ -48,7 +48,8 @@ def generate_texts(
     Args:
         pieces: UTF-8 bytes of each id of the tokenizer, empty for special ids.
         token_healing: Let a prompt end within a token, see `heal`.
-        lockstep: Make equally many forward passes whatever is drawn, as ranks that share a model must.
+        lockstep: Make equally many forward passes whatever is drawn after the (healed) prompts, as ranks that
+            share a model must.
     """
     healed = [(list(prompt), b"") for prompt in prompts]
     if token_healing and max_new_tokens > 0:
@@ -100,13 +101,13 @@ def heal(
     top_p: float = 1.0,
     seed: int | Sequence[int] = 0,
 ) -> list[tuple[list[int], bytes]]:
-    """Let each prompt end where its text would be cut into tokens; returns new ids and the bytes they add.
+    """Replace the last tokens of each prompt by one that covers them; returns the ids and the bytes they add.
 
-    A prompt such as `def ` may end within a token of a text that begins so (` main`): its last tokens then
-    follow one another as in no text trained on. They are taken back as far as one token can begin with all
-    their text. Of the tokens that end the prompt or go beyond it, each after the prompt's own tokens before
-    it, one is drawn by the model's probability of all these (the covers of a prompt, arXiv:2412.03719).
-    Arguments and errors are those of `generate_texts`; the new ids are not more than the old.
+    The text `def ` ends in a token ` `, but a text that goes on with `main` has a token ` main` there, so the
+    model has not seen ` ` before `main`. The candidates are the tokens whose bytes begin with the rest of the
+    prompt from some token on, and the prompt's own last token. One is drawn by the probability of the
+    prompt's earlier tokens and of it (covers: arXiv:2412.03719). Arguments and errors are those of
+    `generate_texts`; the new ids are not more than the old.
     """
     _check_settings(0, temperature, top_k, top_p)
     _check_prompts(model, prompts)

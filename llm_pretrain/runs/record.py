@@ -26,6 +26,12 @@ HELD = ("identical", "within bound")
 """Verdicts of a segment whose steps follow from the run's settings, data and seed."""
 
 
+def this_host() -> str:
+    """Name of the machine and, on Linux, of the container: a process id means something in both alone."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {namespace.stat().st_ino}" if namespace.exists() else socket.gethostname()
+
+
 @dataclass
 class RunRecord:
     """The content of a run's folder.
@@ -60,7 +66,7 @@ class RunRecord:
     def state(self) -> str:
         """`state` of `status.json`; `killed` for a `running` process of this machine that is no more."""
         state, pid = str(self.status.get("state") or "unknown"), self.status.get("pid")
-        is_here = self.status.get("host") == socket.gethostname()
+        is_here = self.status.get("host") == this_host()
         is_gone = is_here and isinstance(pid, int) and not psutil.pid_exists(pid)
         return "killed" if state == "running" and is_gone else state
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +28,7 @@ from llm_pretrain.errors import (
 from llm_pretrain.files import object_or_empty, replace_text
 from llm_pretrain.launch.out_of_memory import is_out_of_memory
 from llm_pretrain.launch.watchdog import heartbeat
-from llm_pretrain.runs.record import REPLAYS_FILE, difference_lines, read_replays, replay_status
+from llm_pretrain.runs.record import REPLAYS_FILE, difference_lines, read_replays, replay_status, this_host
 
 
 def read_status(path: Path) -> dict[str, Any]:
@@ -71,7 +70,7 @@ class Status:
     ):
         self.path, self.rank, self._check = path, rank, check
         self._launch: dict[str, object] = {"launcher": launcher, "world_size": world_size}
-        self._launch |= {"pid": os.getpid(), "host": socket.gethostname()}
+        self._launch |= {"pid": os.getpid(), "host": this_host()}
         self._before = before = read_status(path)
         self.unfinished = before.get("state") == "running"
         """Whether the previous attempt ended without recording how, for example because it was killed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -112,7 +112,8 @@ def _look_at(paths: Sequence[Path]) -> list[_Run]:
 
 def _read(folder: Path) -> _Run:
     record = read_run(folder, metrics=False)
-    newest = _newest_numbers(folder / "metrics.jsonl", record.problems)
+    keys = KEYS - {"eval/loss"} if record.setting("evaluation", "eval_steps") == 0 else KEYS
+    newest = newest_numbers(folder / "metrics.jsonl", record.problems, keys)
     loss, evaluation, speed, when = (
         newest.get(key) for key in ("train/loss", "eval/loss", "perf/tokens_per_second", "time")
     )
@@ -138,8 +139,11 @@ def _read(folder: Path) -> _Run:
     )
 
 
-def _newest_numbers(file: Path, problems: list[str]) -> dict[str, Any]:
-    """The newest finite number of each of KEYS, from the end of metrics.jsonl; adds to `problems`."""
+def newest_numbers(file: Path, problems: list[str], keys: Set[str] | None = None) -> dict[str, Any]:
+    """The newest finite number of each key, from the end of metrics.jsonl; adds to `problems`.
+
+    Only of `keys`, if given; with `eval/loss` come all values of its row that begin with `eval/source/`.
+    """
     try:
         with open_plain(file) as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -157,12 +161,12 @@ def _newest_numbers(file: Path, problems: list[str]) -> dict[str, Any]:
         if row is None:
             damaged += 1
             continue
-        for key in KEYS - found.keys():
+        for key in (row.keys() if keys is None else keys) - found.keys():
             if (value := finite_number(row.get(key))) is not None:
                 found[key] = value
                 if key == "eval/loss":
                     found |= {name: row[name] for name in row if name.startswith("eval/source/")}
-        if found.keys() >= KEYS:
+        if keys is not None and found.keys() >= keys:
             break
     if damaged:
         problems.append(f"{file.name}: {damaged} damaged lines are left out")

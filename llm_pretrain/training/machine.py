@@ -1,4 +1,4 @@
-"""What a machine lacks for a configuration: settings that work there, but not as one would expect."""
+"""Warnings about a configuration on this machine, for `doctor` and the start of a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.config.loading import multiplies_in_bf16
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import most_workers, shared_memory_problem
@@ -19,14 +20,16 @@ _BYTES_PER_PARAMETER = 12 + 2
 """A checkpoint has fp32 weights and two AdamW moments; the exported weights have half precision."""
 
 
-def machine_surprises(config: Config, gpus: int, ranks: int) -> Iterator[str]:
-    """Warnings, one line each, about settings that a machine with `ranks` processes does not support."""
+def machine_warnings(config: Config, gpus: int, ranks: int) -> Iterator[str]:
+    """One line for each setting that works with `ranks` processes here, but not as one would expect."""
     precision, workers = config.training.precision, config.data.num_workers or 0
     if precision == "bf16" and not multiplies_in_bf16():
-        factor = _product_seconds(torch.bfloat16) / _product_seconds(torch.float32)
+        times = (
+            "" if gpus else f" {_product_seconds(torch.bfloat16) / _product_seconds(torch.float32):.0f} times"
+        )
         yield (
-            f"training.precision: bf16 is emulated here, where a matrix product takes {factor:.0f} times "
-            "as long as in fp32; do set fp32 or auto"
+            f"training.precision: bf16 is emulated here, where a matrix product takes{times} longer than in "
+            "fp32; do set fp32 or auto"
         )
     if precision == "fp16" and not gpus:
         yield (
@@ -39,11 +42,12 @@ def machine_surprises(config: Config, gpus: int, ranks: int) -> Iterator[str]:
         yield problem
     if config.model.vocab_size is None:
         return
-    copies = config.checkpoint.keep_last + 1  # a new checkpoint is whole before the oldest is deleted
+    written = len(committed_folders(config.run.folder / "checkpoints"))
+    copies = config.checkpoint.keep_last + 1 - written  # a new one is whole before the oldest is deleted
     needed = copies * _BYTES_PER_PARAMETER * count_parameters(config.model).total
     if (free := free_bytes(config.run.folder)) < needed:
         yield (
-            f"{config.run.folder}: {copies} checkpoints and weights take {size_text(needed)}, "
+            f"{config.run.folder}: {copies} more checkpoints and weights take {size_text(needed)}, "
             f"{size_text(free)} are free; do lower checkpoint.keep_last or set run.output_dir"
         )
 

@@ -46,12 +46,14 @@ class Best:
         loss: The loss.
         max_batches: `evaluation.max_batches` then; losses over other batches cannot be compared.
         metric: `checkpoint.best_metric` then.
+        later: Evaluations since, none of them lower.
     """
 
     step: int
     loss: float
     max_batches: int | None
     metric: str = "eval/loss"
+    later: NonNegativeInt = 0
 
 
 @dataclass

@@ -163,8 +163,10 @@ class CheckpointManager:
         progress = Progress.resumed(resume.run, resume.path)
         if resume.start is not None:
             return Progress(spikes=progress.spikes, started_from=resume.start)
-        if not run_on_rank0(self.engine, lambda: best_step(self.folder.weights) is not None):
-            progress.best = None  # weights/best is another run's or deleted: the next evaluation writes it
+        best, wanted = progress.best, (self.config.checkpoint.best_metric, self.config.evaluation.max_batches)
+        is_there = run_on_rank0(self.engine, lambda: best_step(self.folder.weights) is not None)
+        if not is_there or (best and (best.metric, best.max_batches) != wanted):
+            progress.best = None  # deleted, another run's, or of other losses: the next evaluation writes it
         return progress
 
     def restore(self, resume: ResumePoint) -> None:
@@ -292,22 +294,21 @@ class CheckpointManager:
         Nothing is written before the first step, nor for a loss that is not finite.
         """
         best, config = progress.best, self.config
-        metric, max_batches = config.checkpoint.best_metric, config.evaluation.max_batches
-        if not (config.checkpoint.keep_best and progress.step > 0 and math.isfinite(loss)):
+        if not (config.checkpoint.keep_best and progress.step > 0):
             return
-        if best is not None and (best.metric, best.max_batches) != (metric, max_batches):
-            best = None
-        if best is not None and not loss < best.loss:
+        if not math.isfinite(loss) or (best is not None and not loss < best.loss):
+            progress.best = best and replace(best, later=best.later + 1)
             return
         self.wait()  # a background save writes into the same folder
         with self.engine.checkpoint_state() as (model, _):
+            metric = config.checkpoint.best_metric
             write = self._weights_writer(progress, best={metric: loss})
             try:
                 write(model_weights(model, self.engine, self.engine.pipeline), self.engine)
             except CheckpointError as error:
                 self._record(failed(progress.step, error, f"the best weights (step {progress.step})"))
                 return
-        progress.best = Best(progress.step, loss, max_batches, metric)
+        progress.best = Best(progress.step, loss, config.evaluation.max_batches, metric)
 
     def _record(self, saved: Saved, *, last: bool = False, retried: bool = False) -> None:
         """Record the outcome of a save: count failures in a row, and warn of them; all ranks together.

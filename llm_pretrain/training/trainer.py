@@ -42,7 +42,7 @@ from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.engine import Engine, forward_is_collective
 from llm_pretrain.training.evaluation import Evaluator, PredictedCurve, Samples, zlib_bits_per_byte
 from llm_pretrain.training.kernel_choice import choose_kernels
-from llm_pretrain.training.machine import machine_surprises
+from llm_pretrain.training.machine import machine_warnings
 from llm_pretrain.training.model_setup import (
     build_model,
     check_float8,
@@ -172,17 +172,17 @@ class Trainer:
             saved_step = None  # the checkpoint says that the evaluation is pending: save again after it
         if progress.step == 0 or progress.evaluation_owed:
             self._evaluate_and_write(due=config.evaluation.eval_steps > 0)
-        stopping = self._stop_requested()
+        ending = self._stop_requested() or self._out_of_patience()
         remaining = windows(batches, config.gradient_accumulation_steps(self.engine.world_size))
         self.recorder.restart_clock()
-        while progress.step < config.training.max_steps and not (stopping or self._out_of_patience()):
+        while progress.step < config.training.max_steps and not ending:
             heartbeat(f"waiting for the data of step {progress.step + 1}")
             self._step(next(remaining))
             self._evaluate_and_write(due=self._evaluation_is_due())
             self.decision.check_divergence(progress.step)
             self.collect_garbage(progress.step)
-            stopping = self._stop_requested()
-            if not stopping and self.checkpoints.is_due(progress.step):
+            ending = self._stop_requested() or self._out_of_patience()
+            if not ending and self.checkpoints.is_due(progress.step):
                 self._save()
             self.recorder.restart_clock()
         return self._finish(saved_step)
@@ -221,13 +221,11 @@ class Trainer:
         return eval_steps > 0 and (step % eval_steps == 0 or step == self.config.training.max_steps)
 
     def _out_of_patience(self) -> str | None:
-        """That so many evaluations as `evaluation.patience` have not improved on the best one, else None."""
-        evaluation, best, step = self.config.evaluation, self.progress.best, self.progress.step
-        if not evaluation.patience or best is None or best.metric != self.config.checkpoint.best_metric:
+        """Why the run ends before `training.max_steps`; None while `evaluation.patience` lasts."""
+        patience, best = self.config.evaluation.patience, self.progress.best
+        if not patience or best is None or best.later < patience:
             return None
-        if (step - best.step) // evaluation.eval_steps < evaluation.patience or self.progress.evaluation_owed:
-            return None
-        return f"evaluation.patience {evaluation.patience}: no lower {best.metric} since step {best.step}"
+        return f"evaluation.patience {patience}: no lower {best.metric} since step {best.step}"
 
     def _must_settle(self, step: int) -> bool:
         """Whether an evaluation or a checkpoint follows this step, or `check` computes the step twice."""
@@ -344,8 +342,8 @@ class Trainer:
         )
         if engine.device.type == "cuda":
             console.info(kernels_in_use(config, engine.device, engine.world_size))
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        for warning in machine_surprises(config, torch.cuda.device_count(), ranks):
+        ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE") or 1), torch.cuda.device_count()
+        for warning in run_on_rank0(engine, lambda: list(machine_warnings(config, gpus, ranks))):
             console.warning(warning)
         if self.kernels is not None:
             for note in self.kernels.notes:

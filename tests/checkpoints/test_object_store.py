@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.launching import ROOT, train
+
+from llm_pretrain.files import MARKER
 
 TARGET = "/bucket/runs/smol"
 
@@ -56,7 +60,8 @@ def test_a_copy_that_ends_at_any_file_resumes_from_a_whole_checkpoint(finished_r
     module.save(run.folder, bucket, TARGET)
     last = [number for number, name in enumerate(bucket.names) if name.endswith("manifest.json")]
     assert len(last) == 2
-    for accepted in range(len(bucket.names)):
+    assert [name for name in bucket.names if name.endswith(MARKER)][-1] == bucket.names[-1], "of weights/best"
+    for accepted in range(1, len(bucket.names)):
         broken, copy = Bucket(accepted), tmp_path / str(accepted)
         with pytest.raises(OSError, match="closed"):
             module.save(run.folder, broken, TARGET)
@@ -68,6 +73,11 @@ def test_a_copy_that_ends_at_any_file_resumes_from_a_whole_checkpoint(finished_r
     back = tmp_path / "back"
     module.load(bucket, TARGET, back)
     assert whole(back, run.folder) == ["step-00000002", "step-00000004"]
+    best = [
+        {file.name: file.read_bytes() for file in (each / "weights/best").iterdir()}
+        for each in (back, run.folder)
+    ]
+    assert best[0] == best[1]
     options = [*run.options, "--training.max_steps", "6"]
     runs = [replace(run, folder=back), run.copy(tmp_path / "run")]
     for each in runs:
@@ -89,3 +99,40 @@ def test_what_the_run_has_deleted_or_done_again_is_so_in_the_store(finished_run,
     assert whole(tmp_path / "copy", run) == ["step-00000004"]
     with pytest.raises(OSError, match="not empty"):
         module.load(bucket, TARGET, tmp_path / "copy")
+
+
+def test_the_store_keeps_a_whole_checkpoint_while_the_run_deletes_what_is_copied(finished_run, tmp_path):
+    run, module, bucket = finished_run("dense").copy(tmp_path / "run").folder, example(), Bucket()
+    last, kept = run / "checkpoints/step-00000004", tmp_path / "kept"
+    last.rename(kept)
+    module.save(run, bucket, TARGET)
+    kept.rename(last)
+    put_file = bucket.put_file
+
+    def put_what_is_replaced(local: str, there: str) -> None:
+        if "step-00000004" in local and last.exists():
+            shutil.rmtree(run / "checkpoints/step-00000002")
+            last.rename(run / "checkpoints/step-00000006")
+        put_file(local, there)
+
+    bucket.put_file = put_what_is_replaced  # type: ignore[method-assign]
+    module.save(run, bucket, TARGET)
+    module.load(bucket, TARGET, tmp_path / "copy")
+    assert [folder.name for folder in (tmp_path / "copy/checkpoints").iterdir()] == ["step-00000002"]
+    module.save(run, bucket, TARGET)
+    module.load(bucket, TARGET, tmp_path / "later")
+    assert whole(tmp_path / "later", run) == ["step-00000006"]
+
+
+def test_what_is_not_there_is_one_line(tmp_path):
+    for words, expected in (
+        (("save", tmp_path / "none", f"file://{tmp_path}/store"), "expected a run's folder"),
+        (("load", f"file://{tmp_path}/none", tmp_path / "run"), "expected a run that `save` has copied"),
+    ):
+        command = [sys.executable, ROOT / "examples/object_store.py", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: ")
+        assert expected in line
+    assert not (tmp_path / "run").exists()

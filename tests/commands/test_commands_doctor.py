@@ -140,6 +140,6 @@ def test_the_machine_and_the_configuration(
     for text in (
         "warning: training.precision: bf16 is emulated here, where a matrix product takes ",
         "warning: data.num_workers: expected ",
-        "warning: runs/gpt2-124m: 3 checkpoints and weights take 4.8 GiB",
+        "warning: runs/gpt2-124m: 3 more checkpoints and weights take 4.8 GiB",
     ):
         assert text in output, text

@@ -23,6 +23,7 @@ from llm_pretrain.launch.jobs import (
     exit_on_signals,
     run_until,
 )
+from llm_pretrain.launch.launcher import exit_code
 from llm_pretrain.launch.options import choose_output, create_output
 
 
@@ -237,3 +238,20 @@ def test_a_job_inherits_no_variables_of_another_launcher(tmp_path, monkeypatch):
     assert str(tmp_path / "llm_pretrain") in log, "a copy of the package beside the scripts counts"
     assert f"'--run.output_dir', '{tmp_path / 'run0'}'" in log
     assert sys.executable in log
+
+
+@pytest.mark.parametrize(
+    ("failures", "code"),
+    [
+        ([(0, 70, 100), (1, -9, 130)], 70),
+        ([(1, -9, 130), (0, 71, 100)], 71),
+        ([(0, -15, 101), (1, 2, 100)], 2),
+        ([(0, 71, 100), (1, -9, 100)], 137),
+        ([(0, 71, 101), (1, 76, 101)], 76),
+        ([(0, 75, 100), (1, 75, 101)], 75),
+    ],
+)
+def test_the_rank_that_failed_gives_the_exit_code(failures, code, capsys):
+    """Not one that lost it, nor one that the launcher ended."""
+    assert exit_code(failures) == code
+    assert ("error: rank 1 was ended by SIGKILL" in capsys.readouterr().err) == (code == 137)

@@ -370,7 +370,8 @@ def test_a_store_without_duplicates_is_that_of_the_different_documents(
     [
         ("input.txt", "a line\n" * 100, "0.05", "a line\n" * 5),
         ("input.txt", "a line\n" * 100, "0", ""),
-        ("a b.md", "a line that is long\nand the rest of one", "0.1", "and the rest of one"),
+        ("a b.md", "a line that is long\nand the rest of one", "0.5", "and the rest of one"),
+        ("title.txt", "a title\n" + "a line of all the rest " * 9, "0.1", ""),
         ("input.txt", "no line ends", "0.5", ""),
         ("input.txt", '{"text": "one"}\n{"text": "two"}\n', "0.01", None),
         ("input.jsonl", '{"text": "one\\nlone\\ndocument"}\n', "0.1", ""),
@@ -397,3 +398,38 @@ def test_the_last_lines_of_a_lone_text_are_its_validation_split(
     assert "".join(kept) == validation
     assert ("for validation from byte" in printed) == bool(validation)
     assert ("no document is in the validation split" in printed) == (fraction != "0" and not validation)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        (b"a line\n" * 50 + b"\xff\n", (), "invalid UTF-8: found byte 0xff at offset 350"),
+        (b"a line\n" * 50 + b"\xff\n", ("--on_error", "skip"), "expected documents to train on, found none"),
+        (
+            b"a line\n" * 2,
+            ("--validation_fraction", "0.5", "--deduplicate"),
+            "expected documents to train on",
+        ),
+    ],
+)
+def test_a_lone_text_without_a_document_to_train_on_is_refused(
+    tmp_path: Path, capsys, content, options, expected
+):
+    (tmp_path / "input.txt").write_bytes(content)
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    command = ["prepare", "--input", str(tmp_path / "input.txt"), "--tokenizer", str(tokenizer)]
+    assert main([*command, *options, "--output", str(tmp_path / "store")]) == 65
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_lone_text_that_another_store_validates_on_is_excluded_as_a_whole(tmp_path: Path, capsys):
+    (tmp_path / "input.txt").write_text("a line\n" * 50)
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    own, text = str(tmp_path / "input.txt"), write_jsonl(tmp_path / "b.jsonl", [{"text": "another"}])
+    command = ["prepare", "--tokenizer", str(tokenizer), "--workers", "1"]
+    first = ["--input", str(text), "--validation_input", own, "--output", str(tmp_path / "first")]
+    assert main([*command, *first]) == 0
+    second = ["--input", own, "--exclude", str(tmp_path / "first"), "--output", str(tmp_path / "second")]
+    assert main([*command, *second]) == 65
+    assert "expected documents to train on, found none" in capsys.readouterr().err

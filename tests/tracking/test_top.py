@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from rich.console import Console
 from support.run_folders import START, attempt_row, make_run, training_row
 
+from llm_pretrain.runs.record import this_host
 from llm_pretrain.tracking import top
 from llm_pretrain.tracking.top import watch_runs
 
@@ -77,11 +77,11 @@ def test_a_run_without_its_process_was_killed(tmp_path):
     gone = subprocess.Popen(["true"])
     gone.wait()
     for pid, host, state in (
-        (os.getpid(), socket.gethostname(), "running"),
+        (os.getpid(), this_host(), "running"),
         (gone.pid, "another", "running"),
-        (gone.pid, socket.gethostname(), "killed"),
+        (gone.pid, this_host(), "killed"),
     ):
-        run = make_run(tmp_path / f"{pid}-{host}", [training_row(1)], state="running", pid=pid, host=host)
+        run = make_run(tmp_path / f"{pid}-{state}", [training_row(1)], state="running", pid=pid, host=host)
         assert frame_of(run).splitlines()[1].split()[1] == state
 
 

@@ -242,14 +242,19 @@ def test_a_run_out_of_patience_is_finished_and_goes_on_with_more(runs: Runs, tmp
     assert (found["state"], found["step"]) == ("finished", 8)
     assert found["reason"] == "evaluation.patience 1: no lower eval/loss since step 4"
     capsys.readouterr()
-    main(["verify", str(run.folder)])  # which sees that the evaluations' losses are not the rows'
-    verified = capsys.readouterr().out
-    assert "11 ok, 1 failed" in verified
-    assert "finished, step 8, step-00000008 is there" in verified
+    main(["verify", str(run.folder)])
+    assert "ok       status                      finished, step 8" in capsys.readouterr().out
     folder = tmp_path / "run"
     shutil.copytree(run.folder, folder)
     again = runs.train("patient", folder)
     assert (again.exit_code, again.raw_steps()) == (0, run.raw_steps())
-    more = "evaluation.patience=0 training.max_steps=12 evaluation.eval_steps=8"
-    assert train(*run_options("tiny-dense", runs.store, SETTINGS + more, folder=folder)) == 0
-    assert max(again.rows) == 12
+    later = {9: 1.5, 10: float("nan"), 11: 1.5, 12: 1.5}
+    for patience, last in ((3, 10), (0, 12)):  # that of step 8 counts, although it was of other `eval_steps`
+        more = f"evaluation.patience={patience} training.max_steps=12 evaluation.eval_steps=1"
+        options = run_options("tiny-dense", runs.store, SETTINGS + more, folder=folder)
+        with pytest.MonkeyPatch.context() as patch:
+            for step, loss in later.items():
+                patch.setitem(WORSE, step, loss)
+            worsen(patch)
+            assert train(*options) == 0
+        assert max(again.rows) == last

@@ -239,8 +239,6 @@ def test_a_source_of_weight_0_is_evaluated_and_can_decide_which_weights_are_the_
     [
         ("--checkpoint.best_metric", "eval/source/plain/loss"),
         ("--checkpoint.best_metric", "train/loss"),
-        ("--evaluation.patience", "2", "--checkpoint.keep_best", "false"),
-        ("--evaluation.patience", "2", "--evaluation.eval_steps", "0"),
     ],
 )
 def test_what_no_evaluation_gives_is_refused(stores: dict[str, Path], tmp_path: Path, settings, capsys):
