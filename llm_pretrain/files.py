@@ -53,6 +53,8 @@ def expand_paths(value: Any, name: str = "") -> Any:
         return [expand_paths(each, name) for each in value]
     if not _PATHS.search(name) or not isinstance(value, str | Path):
         return value
+    if "output" in name and re.match(r"\w+://", str(value)):
+        raise ConfigError(f"{name}: expected a path, found an address: {value}; write to a disk and copy it")
     path = os.path.expanduser(value)
     if not os.path.lexists(path):  # else its name has a $
         path = os.path.expandvars(path)

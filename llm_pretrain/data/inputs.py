@@ -134,6 +134,8 @@ _SPLIT_ENTRY = re.compile(
     r"([-_.]((split|set|data|part|shard|chunk|of)?\d*|\d+k|[0-9a-f]{16}|[a-z]{2,3}(?=[-_.])))*"
     rf"({'|'.join(map(re.escape, _DATA_SUFFIXES))})({'|'.join(map(re.escape, COMPRESSIONS))})?"
 )
+_NAMED_SPLIT = re.compile(rf"(?i)(?P<split>{'|'.join(SPLITS)})[-_][a-z]+(?P<rest>.*)")
+"""Of a split with a name of its own: `dev-clean`, `validation_matched-00000-of-00001.parquet`."""
 
 _STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _ARCHIVES = {".zip", ".tar", ".tgz", ".7z", ".rar"}
@@ -290,6 +292,8 @@ def _files_of(
             f"{entry}: expected a path, found an address ({address[1]}://); copy its files into a folder and "
             f"give that; a data set of the Hugging Face hub is written {HUB_PREFIX}OWNER/NAME"
         )
+    if path.name.startswith("datasets--") and (branch := path / "refs" / "main").is_file():  # the hub's cache
+        path = path / "snapshots" / branch.read_text().strip()
     if path.is_dir():
         found = _visible_files(path, split, notice)
         if not found:
@@ -321,7 +325,9 @@ def split_of(path: Path, *, is_folder: bool) -> str | None:
     It is `train` for `train.jsonl.gz`, `wiki-train-00000-of-00002.arrow`, `train.en.jsonl`, and `train/` with
     data in it. Source code, such as `train.py`, is in no split.
     """
-    match = _SPLIT_ENTRY.fullmatch(path.name)
+    named = _NAMED_SPLIT.fullmatch(path.name)
+    plain = f"{named['split']}{named['rest']}" if named else path.name
+    match = _SPLIT_ENTRY.fullmatch(path.name) or _SPLIT_ENTRY.fullmatch(plain)
     if match and is_folder:
         files = (file for file in path.rglob("*") if file.is_file())
         match = any(Source("", file, 0).format() in _DATA_SUFFIXES[1:] for file in files) and match

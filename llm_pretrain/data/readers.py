@@ -160,7 +160,9 @@ def text_file(
     """A file of any other name, such as part-00000: records if it begins as JSON, or texts by `separator`."""
     keys = f"{re.escape(text_column)}|prompt|messages|conversations|segments|input_ids"
     begin = rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{.*?"(' + keys.encode() + rb')"\s*:'
-    if re.match(begin, file.peek(_CHUNK), re.DOTALL):
+    head = file.peek(_CHUNK)
+    lines = [line for line in head.split(b"\n", 3)[:-1] if line.strip()]
+    if re.match(begin, head, re.DOTALL) or (len(lines) > 1 and all(map(_is_json, lines))):
         return json_file(index, name, file, "text")
     if separator:
         return _separated(index, name, file, separator.encode())

@@ -293,7 +293,9 @@ def accelerate_surprises(settings: Mapping[str, Any], config: Config | None) -> 
         replicas = int(_number(launched.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")) or 1)
         distributed = {"strategy": strategy, "dp_replicate_size": replicas}
         any_config = from_dict({"distributed": distributed, "training": {"activation_checkpointing": True}})
-        problems = _unsupported_settings(any_config, launched)
+        problems = [*_unsupported_settings(any_config, launched)]
+        if launched["ACCELERATE_MIXED_PRECISION"] == "fp8":
+            problems += ["mixed_precision: fp8, but FP8 products come of training.float8"]
     elif wrong := validate(config, count, needs_data=False):
         yield from (f"with num_processes: {count}, {problem}; do change one of them" for problem in wrong)
         return

@@ -103,6 +103,7 @@ def test_each_surprise_is_told_and_alone(text: str, start: str):
         ),
         ("DEEPSPEED\ndeepspeed_config: {offload_param_device: cpu}", "does not support offload_param_device"),
         (f"{FSDP2}\nmixed_precision: bf16", None),
+        (f"{FSDP2}\nmixed_precision: fp8", "mixed_precision: fp8, but FP8 products come of training.float8"),
         ("DEEPSPEED\ndeepspeed_config: {zero_stage: 3, gradient_clipping: 0.5}", None),
     ],
 )

@@ -286,6 +286,10 @@ def test_paths_are_expanded_as_by_a_shell_or_refused(write, tmp_path, monkeypatc
         assert line == f"run.output_dir: expected a value of {name}, found none for {path}; write it out"
         with pytest.raises(ConfigError, match="input: expected a value of "):
             expand_paths({"input": [path], "prompt": [path]})
+    for path in ("s3://bucket/run", "gs://bucket"):
+        (line,) = problems_of("--run.output_dir", path, *SOURCES)
+        assert line.startswith(f"run.output_dir: expected a path, found an address: {path}")
+    assert expand_paths({"input": ["hf://a/b"]}) == {"input": ["hf://a/b"]}
     assert expand_paths({"prompt": "~/$UNSET", "run": Path("~/x")}) == {
         "prompt": "~/$UNSET",
         "run": tmp_path / "x",

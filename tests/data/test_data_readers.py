@@ -356,6 +356,46 @@ def test_json_is_never_text(tmp_path: Path, name: str):
         documents(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["part-00000", "a.jsonl.1", "a.ldjson", "a.txt"])
+def test_json_lines_with_the_text_in_another_field_are_read_by_its_name(tmp_path: Path, name: str):
+    (tmp_path / name).write_bytes(LINES.replace(b'"text"', b'"content"'))
+    with pytest.raises(RecordError, match=":1: no text"):
+        documents(tmp_path / name)
+    read = documents(tmp_path / name, text_column="content")
+    assert ["".join(text for text, _ in each.segments) for each in read] == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (["train-00000-of-00001.jsonl", "validation_matched-00000-of-00001.jsonl", "test_mismatched-0.jsonl"],
+         {"train-00000-of-00001.jsonl": False, "validation_matched-00000-of-00001.jsonl": True}),
+        (["train.jsonl", "test_easy.jsonl", "test_hard.jsonl"], {"train.jsonl": False}),
+        (["train-clean-100/a.txt", "train-other-500/a.txt", "dev-clean/a.txt", "test-other/a.txt"],
+         {"train-clean-100/a.txt": False, "train-other-500/a.txt": False, "dev-clean/a.txt": True}),
+    ],
+)  # fmt: skip
+def test_splits_may_have_names_of_their_own(tmp_path: Path, names: list[str], read: dict[str, bool]):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}\n")
+    found = find_sources([str(tmp_path)])
+    assert {Path(each.name).relative_to(tmp_path).as_posix(): each.validation for each in found} == read
+
+
+def test_a_folder_of_the_hubs_cache_is_its_newest_snapshot(tmp_path: Path):
+    cache = tmp_path / "datasets--owner--name"
+    for folder in ("blobs", "refs", "snapshots/1a2b", "snapshots/old"):
+        (cache / folder).mkdir(parents=True)
+    (cache / "refs/main").write_text("1a2b")
+    for blob, name in (("aa", "train.jsonl"), ("bb", "test.jsonl")):
+        (cache / "blobs" / blob).write_text("{}\n")
+        (cache / "snapshots/1a2b" / name).symlink_to(f"../../blobs/{blob}")
+    (source,) = find_sources([str(cache)])
+    assert source.name == str(cache / "snapshots/1a2b/train.jsonl")
+    assert source.fault is None
+
+
 def test_prose_that_begins_like_json_is_text(tmp_path: Path):
     for text in ("{ a brace }\nand\n", "[1] a note\n", '{\n "cells": []\n}\n', '{"type": "Feature"}\n'):
         (tmp_path / "a.txt").write_text(text)
