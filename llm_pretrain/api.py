@@ -123,7 +123,7 @@ def _train_apart(config: Config, on_row: Callable[[Row], object] | None, nproc: 
             if code is None:  # an interrupt, or an error of on_row: the run saves and stops
                 process.send_signal(signal.SIGINT)
                 process.wait()
-    if code not in (0, EXIT_PREEMPTED):
+    if (code := process.wait()) not in (0, EXIT_PREEMPTED):
         status = read_status(folder / "status.json")
         reason = status.get("reason") if status.get("exit_code") == code else None
         error = PretrainError(f"{folder}: the run ended with exit code {code}: {reason or 'see its output'}")
