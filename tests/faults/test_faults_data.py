@@ -340,7 +340,7 @@ def test_a_corpus_of_bad_records_alone_makes_no_store(here: Path, tokenizer: str
     write(here, {"a.jsonl": b'{"input_ids": [1, 2], "loss_mask": [0, 0]}\n' * 3 + b"{\n"})
     assert prepare(here, ["a.jsonl"], tokenizer, "--on_error", "skip") == 65
     error = capsys.readouterr().err
-    assert "expected documents, found none (left out: 1 invalid JSON, 3 no loss token)" in error
+    assert "expected documents to train on, found none (left out: 1 invalid JSON, 3 no loss token)" in error
     assert not Path("store").exists()
 
 
