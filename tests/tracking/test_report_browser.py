@@ -94,6 +94,8 @@ def test_a_report_is_drawn_without_errors_requests_or_overflow(tmp_path, kind, w
     with opened(page, tmp_path / "profile", width=width, dark=dark) as (window, seen):
         assert [entry for entry in window.evaluate(PLOTS) if entry[1] == 0 or entry[2] != 0] == []
         assert window.evaluate(OVERLAPS) == []
+        bars = "[...document.querySelectorAll('.modebar')].map(bar => getComputedStyle(bar).opacity)"
+        assert set(window.evaluate(bars)) == {"0"}, "tool bars cover curves only under the pointer"
         assert window.evaluate("document.documentElement.scrollWidth") == width
         read(window)
         window.emulate_media(color_scheme="light" if dark else "dark")
