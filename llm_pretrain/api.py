@@ -144,6 +144,9 @@ class Run:
         self.status, self.state = self._record.status, self._record.state
         self.attempts = self._record.attempts
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {self.state} at step {self.status.get('step')})"
+
     @cached_property
     def config(self) -> Config:
         """The settings of the last attempt."""

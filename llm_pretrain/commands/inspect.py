@@ -13,6 +13,7 @@ from typing import Any
 from llm_pretrain.data.inspection import Sample, SamplePart, inspect_store, sample_documents
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import ConfigError, printable
+from llm_pretrain.runs.record import is_run_folder
 
 EXAMPLES = """\
 examples:
@@ -69,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Open the store, which also checks it, and print its content."""
     if arguments.step is not None:
         return _run_of_step(Path(arguments.store), arguments)
+    if is_run_folder(Path(arguments.store)):
+        raise ConfigError(f"--step: expected a step of the run {arguments.store}, found none")
     if arguments.seed < 0:
         raise ConfigError(f"--seed: expected 0 or more, found {arguments.seed}")
     store = TokenStore(arguments.store)

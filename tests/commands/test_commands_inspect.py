@@ -174,3 +174,10 @@ def test_a_step_shows_the_sequences_that_the_run_read(trained_run, capsys, tmp_p
     (copy / "metrics.jsonl").write_text(rows)
     assert main(["inspect", str(copy), "--step", "3"]) == 74
     assert "step 3: expected data/batch_sha256 " in capsys.readouterr().err
+
+
+def test_a_run_without_a_step_is_told_what_is_missing(trained_run, capsys):
+    assert main(["inspect", str(trained_run.folder)]) == 2
+    assert capsys.readouterr().err.endswith(
+        f"--step: expected a step of the run {trained_run.folder}, found none\n"
+    )
