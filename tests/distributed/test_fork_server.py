@@ -18,7 +18,9 @@ OWN += ("PYTHONPATH", "OPENBLAS_", "TORCH_NCCL", "TORCHINDUCTOR_", "KMP_", "CUDA
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_the_environment_is_the_launcher_s(launcher: str, tmp_path: Path):
+def test_the_environment_is_the_launcher_s(launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # what Accelerate leaves in a process that has looked for a GPU, as other tests' have
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
     probe = tmp_path / "probe.py"
     probe.write_text(
         "import json, os, sys\n"
