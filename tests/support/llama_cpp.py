@@ -28,6 +28,8 @@ class LlamaCpp:
         parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.server = xllamacpp.Server(parameters)
+        # Its destructor waits for ever if the server's loop has not begun; an answer shows that it has.
+        self.server.handle_completions({"prompt": [0], "n_predict": 1})
 
     def tokenize(self, text: str, *, special: bool = True, special_text: bool = False) -> list[int]:
         """Ids of a text; `special` with what the tokenizer puts in front.
