@@ -509,10 +509,10 @@ class Config:
                 f"schedule.warmup_steps: expected at most {length} = {steps}, "
                 f"found {schedule.warmup_steps}; lower it, or raise training.max_steps"
             )
-        if schedule.min_learning_rate > peak:
+        if schedule.min_learning_rate >= peak and schedule.name != "constant":
             yield (
-                f"schedule.min_learning_rate: expected at most optimizer.learning_rate = {peak}, "
-                f"found {schedule.min_learning_rate}"
+                f"schedule.min_learning_rate: expected less than optimizer.learning_rate = {peak}, "
+                f"found {schedule.min_learning_rate}; lower it, or set schedule.name: constant"
             )
         rest = steps - schedule.warmup_steps
         if schedule.name == "wsd" and schedule.decay_steps is not None and schedule.decay_steps > rest >= 0:

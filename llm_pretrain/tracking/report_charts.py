@@ -36,7 +36,7 @@ class RunSeries:
         name: Shown in legends.
         train: Columns of the training rows: `step`, `tokens`, `hours`, then metrics by key.
         evaluation: Columns of the rows with an evaluation: `step`, `tokens`, `hours`, then metrics by key.
-        restarts: `{step, tokens, hours, label}` of each attempt after the first.
+        restarts: `{step, tokens, hours, label}` of each attempt after the first that has added a row.
         skipped: `{step, tokens, hours, label, value}` of each skipped step; `value` is the loss before it.
         rows_per_point: Largest number of rows that one point of `train` covers.
     """
@@ -53,7 +53,7 @@ def run_series(run: RunRecord, name: str) -> RunSeries:
     """The columns and marks of one run; `name` is its name in legends."""
     training = [row | expert_summary(row) for row in run.rows if any(key.startswith("train/") for key in row)]
     evaluated = [row for row in run.rows if any(key.startswith("eval/") for key in row)]
-    axes = Axes(run)
+    axes, last = Axes(run), run.rows[-1]["step"] if run.rows else 0
     return RunSeries(
         name=name,
         train=_columns(training, ("train/", "perf/", "experts/"), axes),
@@ -61,7 +61,7 @@ def run_series(run: RunRecord, name: str) -> RunSeries:
         restarts=[
             axes.at(attempt["step"]) | {"label": f"{attempt.get('launcher')} × {attempt.get('world_size')}"}
             for attempt in run.attempts[1:]
-            if finite_number(attempt.get("step")) is not None
+            if (step := finite_number(attempt.get("step"))) is not None and step < last
         ],
         skipped=_skipped(training, axes),
         rows_per_point=-(-len(training) // POINTS) if training else 1,

@@ -102,8 +102,11 @@ def test_a_user_s_schedule_is_not_scaled(write):
     for options in (["--schedule.warmup_steps", "4"], ["--config", own]):
         (line,) = problems_of(*MOE, *options, *SOURCES, *SHORT)
         assert line.startswith("schedule.warmup_steps: expected at most training.max_steps = 2, found 4;")
-    (line,) = problems_of(*MOE, *SOURCES, "--optimizer.learning_rate", "1e-4")
-    assert line.startswith("schedule.min_learning_rate: expected at most optimizer.learning_rate = 0.0001")
+    for rate in ("0.0001", "0.0003"):  # with the preset's 3e-4 as the last, the rate would never fall
+        (line,) = problems_of(*MOE, *SOURCES, "--optimizer.learning_rate", rate)
+        assert line.startswith(
+            f"schedule.min_learning_rate: expected less than optimizer.learning_rate = {rate},"
+        )
     for value in ("0", "-1"):
         (line,) = problems_of(*MOE, *SOURCES, "--training.max_steps", value)
         assert line.startswith("training.max_steps: expected more than 0")

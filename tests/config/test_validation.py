@@ -135,7 +135,8 @@ def test_a_run_name_is_a_plain_file_name():
     "settings",
     [
         {"schedule__warmup_steps": 1000},
-        {"schedule__min_learning_rate": 1e-3},
+        {"schedule__min_learning_rate": 9e-4},
+        {"schedule__min_learning_rate": 1e-3, "schedule__name": "constant"},
         {"model__head_dim": 64, "model__hidden_size": 100},
         {"model__num_experts": 4, "model__num_experts_per_tok": 4},
         {"checkpoint__resume": "/"},

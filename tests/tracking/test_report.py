@@ -123,7 +123,7 @@ def test_text_of_the_run_is_never_markup(tmp_path):
 def test_a_skipped_step_and_a_restart_are_marked(tmp_path):
     rows = [training_row(step) for step in range(1, 11)]
     rows[5] |= {"train/skipped": "overflow", "train/loss": None, "train/grad_norm": None}
-    attempts = [attempt_row(0, 0), attempt_row(7, 1000, "accelerate", world_size=4)]
+    attempts = [attempt_row(0, 0), attempt_row(7, 1000, "accelerate", world_size=4), attempt_row(10, 2000)]
     for row in rows[7:]:
         row["time"] += 1000
     run = make_run(tmp_path / "run", rows, attempts=attempts)
