@@ -214,10 +214,8 @@ class Mesh:
         }
 
     def options(self) -> list[str]:
-        """The mesh as options of a script; leaves out sizes of 1, except of replicas and shards."""
-        sizes = self.sizes().items()
-        kept = [(name, size) for name, size in sizes if size > 1 or name.startswith("dp_")]
-        words = [word for name, size in kept for word in (f"--distributed.{name}", str(size))]
+        """The mesh as options of a script: every size, since a preset may have others."""
+        words = [word for name, size in self.sizes().items() for word in (f"--distributed.{name}", str(size))]
         words += ["--distributed.pp_schedule", "1f1b"] if self.pp > 1 else []
         return ["--distributed.strategy", "fsdp", *words]
 

@@ -101,7 +101,9 @@ def test_the_search_tries_pipelines_that_divide_the_layers():
     for mesh in found:
         assert mesh.pp * mesh.replicas * mesh.shards == 64
         assert not list(check_mesh(mesh.of(given), 64))
-    assert "--distributed.pp_size" in found[0].options()
+    for mesh in [like, *found]:  # whatever the configuration says of a mesh
+        divided = config("--distributed.ep_size", "4", *batch, *mesh.options(), world_size=64)
+        assert divided.distributed == mesh.of(given).distributed
     few = replace(given, training=replace(given.training, global_batch_size=128))
     assert [mesh for meshes in pipelines(like, few, 64, H100) for mesh in meshes if mesh.pp == 4] == []
 
