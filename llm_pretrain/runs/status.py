@@ -110,9 +110,9 @@ class Status:
         self._progress = {"step": step, "checkpoint": str(checkpoint) if checkpoint else None}
         self._write_running()
 
-    def ended(self, step: int, exit_code: int, reason: str | None) -> None:
-        """Record that the run finished, or was preempted after a clean save."""
-        self._progress["step"] = step
+    def ended(self, step: int, exit_code: int, reason: str | None, loss: float | None = None) -> None:
+        """Record that the run finished, or was preempted after a clean save; `loss` is the last step's."""
+        self._progress |= {"step": step, "loss": loss}
         if self.rank == 0:
             self._replace("preempted" if exit_code == EXIT_PREEMPTED else "finished", exit_code, reason)
 

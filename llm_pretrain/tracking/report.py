@@ -187,7 +187,7 @@ class Table:
 def _summary(run: RunRecord) -> dict[str, str]:
     """Label -> text about a run and its progress; unknown entries are left out."""
     attempt = run.attempts[-1] if run.attempts else {}
-    losses = metric_values(run.rows, "train/loss")
+    losses = metric_values([*run.rows, {"train/loss": run.status.get("loss")}], "train/loss")
     evaluated = [row for row in run.rows if finite_number(row.get("eval/loss")) is not None]
     best = min(((row["eval/loss"], row["step"]) for row in evaluated), default=None)
     bits = metric_values(run.rows, "eval/bits_per_byte")

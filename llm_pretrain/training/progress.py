@@ -125,6 +125,7 @@ class Progress:
         evaluation: Metrics `eval/…` of the last evaluation, for the model card.
         evaluation_step: Step of that evaluation; None before the first one.
         spikes: The detector, with the history that later steps are compared with.
+        loss: The last step's `train/loss`, which may have no row.
         started_from: The other run's checkpoint that the run began with; None without one.
     """
 
@@ -138,6 +139,7 @@ class Progress:
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluation_step: int | None = None
     spikes: SpikeDetector = field(default_factory=SpikeDetector)
+    loss: float | None = None
     started_from: StartPoint | None = None
 
     def advance(self, num_loss_tokens: int) -> None:
@@ -149,6 +151,7 @@ class Progress:
         """Add a finished step whose metrics are on the host; call it in the order of the steps."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if step.skipped else 0
         self.digest = [a + b for a, b in zip(self.digest, step.digest, strict=True)]
+        self.loss = step.loss
         if step.loss is not None:
             assert isinstance(step.grad_norm, float)
             self.spikes.record(step.loss, step.grad_norm, step.num_loss_tokens, step.spike)

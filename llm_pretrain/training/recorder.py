@@ -87,7 +87,6 @@ class Recorder:
         """Whether a signal ends the run, so that trackers must close quickly."""
         self.failure: OutputError | None = None
         self._row: dict[str, object] = {}
-        self._last: Step | None = None
         self._due, self._step = False, progress.step
         on_gpu = engine.device.type == "cuda"
         self._peak_flops = device_peak_flops(
@@ -154,7 +153,7 @@ class Recorder:
         row, so the rows are those of a sound run; `status.json` names the fault.
         """
         self.progress.update(step)
-        self._step, self._last = step.number, step
+        self._step = step.number
         self._interval_steps += 1
         self._interval_tokens += step.num_loss_tokens
         self._interval_seconds += step.seconds
@@ -184,10 +183,6 @@ class Recorder:
             self._row["train/parameters_sha256"] = parameters_sha256(
                 model, is_rank0=self.engine.rank == 0, pipeline=self.engine.pipeline
             )
-
-    def last_loss(self) -> object:
-        """The loss of the last step that was recorded, or None."""
-        return loss_metrics(self._last, self.config)["train/loss"] if self._last else None
 
     def evaluation(self, metrics: Mapping[str, float | None]) -> None:
         """Add evaluation metrics to the current step's row."""

@@ -288,9 +288,9 @@ class Trainer:
             self.recorder.hurried = True
             return self._preempted(console.info)
         reason = "; ".join(self.status.findings()) or None
-        self.status.ended(step, 0, reason or ended_early)
-        loss = self.recorder.last_loss()
-        shown = f" with loss {loss:.4f}" if isinstance(loss, float) else ""
+        loss = self.progress.loss
+        self.status.ended(step, 0, reason or ended_early, loss)
+        shown = "" if loss is None else f" with loss {loss:.4f}"
         console.info(f"finished at step {step}{shown}: {self.folder.path}")
         if ended_early:
             console.info(ended_early)
@@ -306,7 +306,7 @@ class Trainer:
         """Report that a signal stopped the run, with everything saved; returns the exit code."""
         step = self.progress.step
         reason = self.stop.signal.name if self.stop.signal else "a signal to another rank"
-        self.status.ended(step, EXIT_PREEMPTED, reason)
+        self.status.ended(step, EXIT_PREEMPTED, reason, self.progress.loss)
         write(f"stopped by {reason} after step {step}; start the same command again to continue")
         return EXIT_PREEMPTED
 

@@ -42,7 +42,9 @@ def test_an_abandoned_attempts_samples_are_not_the_runs(tmp_path):
 
 def test_tokens_after_the_last_logged_row_continue_its_slope(tmp_path):
     rows = [training_row(10), {"step": 10, "eval/loss": 3.0}, {"step": 15, "eval/loss": 2.5}]
-    page = report(make_run(tmp_path / "run", rows, config={"training": {"max_steps": 15}}, step=15))
+    steps = {"training": {"max_steps": 15}}
+    page = report(make_run(tmp_path / "run", rows, config=steps, step=15, loss=2.25))
+    assert "Training loss 2.2500" in page.text, "of step 15"
     assert page.data["runs"][0]["evaluation"]["tokens"] == [10_000, 15_000]
     assert "Tokens 15k " in page.text
     exact = report(make_run(tmp_path / "exact", [training_row(10), training_row(15)], step=15))

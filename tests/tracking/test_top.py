@@ -52,6 +52,11 @@ def test_the_table_has_the_newest_figures_of_a_run(tmp_path, monkeypatch):
     assert line.split() == expected.split()
 
 
+def test_an_ended_run_has_the_loss_of_its_last_step_which_may_have_no_row(tmp_path):
+    run = make_run(tmp_path / "run", [training_row(10)], step=13, loss=2.25)
+    assert frame_of(run).splitlines()[1].split()[2:4] == ["13/100", "2.2500"]
+
+
 def test_a_mixture_s_newest_evaluation_is_shown_by_source(tmp_path):
     losses = {
         "eval/source/code/loss": 2.5,

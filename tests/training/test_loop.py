@@ -56,13 +56,14 @@ def test_a_run_leaves_its_folder_as_documented(plain_store: Path, tmp_path: Path
     assert run.attempts[0]["time"] <= times[0] <= time.time()
     assert run.status["state"] == "finished"
     assert run.status["exit_code"] == 0
-    assert run.status["step"] == 6
+    assert (run.status["step"], run.status["loss"]) == (6, run.rows[6]["train/loss"])
     assert run.status["pid"] == os.getpid()
     assert Path(run.status["checkpoint"]).name == "step-00000006"
     weights = ["best", "step-00000004", "step-00000006"]
     assert sorted(path.name for path in (folder / "weights").iterdir()) == weights
     assert train("--config", str(folder / "config.yaml")) == 0, "config.yaml can be passed back"
     assert run.raw_steps() == [0, 1, 2, 3, 4, 5, 6], "a finished run is left as it is"
+    assert Finished(0, "", folder).status["loss"] == run.rows[6]["train/loss"]
     first, second = run.attempts
     assert (first["step"], second["step"]) == (0, 6)
     for attempt in run.attempts:
