@@ -63,6 +63,11 @@ class RunRecord:
         return finite_number(self.config.get(section, {}).get(name))
 
     @property
+    def last_loss(self) -> float | None:
+        """The loss of an ended run's last step, which may have no row."""
+        return finite_number(self.status.get("loss"))
+
+    @property
     def state(self) -> str:
         """`state` of `status.json`; `killed` for a `running` process of this machine that is no more."""
         state, pid = str(self.status.get("state") or "unknown"), self.status.get("pid")

@@ -187,7 +187,8 @@ class Table:
 def _summary(run: RunRecord) -> dict[str, str]:
     """Label -> text about a run and its progress; unknown entries are left out."""
     attempt = run.attempts[-1] if run.attempts else {}
-    losses = metric_values([*run.rows, {"train/loss": run.status.get("loss")}], "train/loss")
+    losses = metric_values(run.rows, "train/loss")
+    loss = losses[-1] if run.last_loss is None and losses else run.last_loss
     evaluated = [row for row in run.rows if finite_number(row.get("eval/loss")) is not None]
     best = min(((row["eval/loss"], row["step"]) for row in evaluated), default=None)
     bits = metric_values(run.rows, "eval/bits_per_byte")
@@ -205,7 +206,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
         "Parameters": size,
         "Tokens": _tokens(run),
         "Training time": duration(seconds) if seconds is not None else None,
-        "Training loss": f"{losses[-1]:.4f}" if losses else None,
+        "Training loss": None if loss is None else f"{loss:.4f}",
         "Best evaluation loss": f"{best[0]:.4f} at step {best[1]:,}" if best else None,
         "Bits per byte": f"{bits[-1]:.4f}" if bits else None,
         "Tokens per second": f"{quantity(speeds[len(speeds) // 2])} (median)" if speeds else None,

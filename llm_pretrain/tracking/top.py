@@ -117,8 +117,7 @@ def _read(folder: Path) -> _Run:
     loss, evaluation, speed, when = (
         newest.get(key) for key in ("train/loss", "eval/loss", "perf/tokens_per_second", "time")
     )
-    ended = finite_number(record.status.get("loss"))  # of a step that may have no row
-    loss = loss if ended is None else ended
+    loss = loss if record.last_loss is None else record.last_loss
     status, seconds = record.status.get("step"), newest.get("perf/step_seconds")
     step = max(status if isinstance(status, int) else 0, int(newest.get("step", 0)))
     max_steps, time_left = record.setting("training", "max_steps"), "-"

@@ -93,6 +93,6 @@ def test_a_run_that_trains_takes_it_in_itself(state, run):
     assert (run / "status.json").read_bytes() == before
     (finding,) = status.findings()
     assert finding.endswith(LINE)
-    status.ended(100, 0, finding, 2.5)
+    status.ended(100, 0, finding)
     assert status_of(run)["replays"]["differences"] == [LINE]
     assert status_of(run)["reason"] == finding

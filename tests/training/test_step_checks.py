@@ -134,7 +134,7 @@ def test_a_later_attempt_keeps_what_was_found(tmp_path: Path):
     fault = corruption.Fault(5, [0], ["cpu of here"], "gradient of w differs when computed again", True)
     status.add_fault(vars(fault))
     later = Status(file, **options)
-    later.ended(9, 0, None, 2.5)
+    later.ended(9, 0, None)
     assert later.checked == 5
     assert read_status(file)["faults"] == [vars(fault)]
     assert str(fault) == "step 5, rank 0 (cpu of here): gradient of w differs when computed again"

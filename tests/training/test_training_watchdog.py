@@ -109,6 +109,6 @@ def test_an_end_that_is_written_stays(tmp_path: Path):
     status.failed(DataError("a broken store"))
     assert json.loads(status.path.read_text())["exit_code"] == DataError.exit_code
     for code, state in ((0, "finished"), (75, "preempted")):
-        status.ended(9, code, None, None)
+        status.ended(9, code, None)
         other.failed(StuckError("rank 1: no progress"))
         assert read_status(status.path)["state"] == state
