@@ -63,6 +63,7 @@ from llm_pretrain.launch.checks import (
     check_accelerate_settings,
     check_strategy,
     check_world_size,
+    obey_use_cpu,
     preserved_environment,
 )
 from llm_pretrain.launch.process import exit_process, prepare_process, rendezvous_init_method, report_errors
@@ -289,6 +290,7 @@ def parallelism(config: Config) -> ParallelismConfig | None:
 def main(argv: list[str] | None = None) -> int:
     """Train with the options in `argv` (default: the command line's); returns the exit code."""
     with report_errors():
+        obey_use_cpu()
         config = load_config(argv)
         prepare_process(config)
         with hang_watchdog(config):

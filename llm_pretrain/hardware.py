@@ -5,6 +5,7 @@ Real programs do not reach the speeds in data sheets.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import platform
@@ -18,6 +19,7 @@ from mmap import PAGESIZE
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llm_pretrain.text import first_line
 from llm_pretrain.version import __version__
 
 if TYPE_CHECKING:
@@ -152,11 +154,40 @@ def memory_bytes(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
+def gpu_count() -> int:
+    """GPUs that torch can use."""
+    import torch
+
+    # without the first question, NVML also counts those that an old driver keeps from torch
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def unused_gpu() -> str | None:
+    """A warning that torch cannot use a GPU that NVIDIA's driver shows it, and why; None if it can, or the
+    driver shows none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuInit(0) == _CUDA_NO_DEVICE:
+            return None
+        torch.cuda.init()
+    except OSError:
+        return None
+    except (AssertionError, RuntimeError) as error:
+        reason = first_line(error).partition(". ")[0]
+        return f"GPU: this machine has one, but training takes the CPU: torch {torch.__version__}: {reason}"
+    return None
+
+
 def usable_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+_CUDA_NO_DEVICE = 100
+"""Also what the driver answers where CUDA_VISIBLE_DEVICES hides every GPU."""
 ARITHMETIC_VARIABLES = (
     "ACCELERATE_DEEPSPEED_ZERO_STAGE",
     "ATEN_CPU_CAPABILITY",

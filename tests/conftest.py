@@ -16,8 +16,10 @@ from support.fork_server import remove_shared, share_with_workers
 from support.once import once
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-xdist starts its workers, which inherit the environment."""
+    if config.option.markexpr != "gpu":  # other tests launch ranks, and compare numbers, of a CPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # With it pytest writes whole differences, which takes minutes for the long lists that tests of checks
     # compare on purpose with what they must not equal.
     os.environ.pop("CI", None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llm_pretrain.config.loading import load_config, multiplies_in_bf16
 from llm_pretrain.errors import printable
-from llm_pretrain.hardware import package_version
+from llm_pretrain.hardware import package_version, unused_gpu
 from llm_pretrain.launch.checks import accelerate_surprises, default_accelerate_file, read_accelerate_file
 from llm_pretrain.launch.jobs import Machine, this_machine
 from llm_pretrain.text import size_text
@@ -58,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         from llm_pretrain.training.machine import machine_warnings
 
         warnings += machine_warnings(config, machine.gpus, max(machine.gpus, 1))
+    elif problem := unused_gpu():
+        warnings.append(problem)
     warnings += accelerate_surprises(settings, config) if settings else []
     for warning in warnings:
         print(printable(f"warning: {warning}"))

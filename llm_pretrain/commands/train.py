@@ -10,6 +10,7 @@ import tempfile
 
 from llm_pretrain.config.loading import load_config
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.hardware import gpu_count
 from llm_pretrain.launch.jobs import PACKAGE_ROOT, RESUMABLE_PATHS, SCRIPTS, launch_settings
 
 EXAMPLES = """\
@@ -46,12 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replace this process by the launcher, which gets all signals; its ranks' exit code is the command's."""
-    import torch
-
     from llm_pretrain.data.loader import open_stores
     from llm_pretrain.launch.process import default_threads
 
-    gpus = torch.cuda.device_count()
+    gpus = gpu_count()
     nproc = (gpus or 1) if arguments.nproc is None else arguments.nproc
     if nproc < 1:
         raise ConfigError(f"--nproc: expected 1 or more, found {nproc}")

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from llm_pretrain.config.loading import from_dict, validate
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import read_yaml_file
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.hardware import gpu_count
 from llm_pretrain.text import reason_of
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -28,14 +29,24 @@ _OTHER_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLUR
 _WRITTEN_BY_ACCELERATE = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
+def obey_use_cpu() -> None:
+    """Hide GPUs from torch where `accelerate launch` was told to use the CPU; before anything asks for them.
+
+    Accelerate itself obeys it in a single process only; several would train on GPUs, or all on one.
+    """
+    if _launch_settings().get("use_cpu") is True:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def check_environment() -> None:
-    """Stop if only some of a launcher's environment variables are set, by hand or by mpirun.
+    """Stop if only some of a launcher's environment variables are set, by hand or by mpirun, and if processes
+    are more than GPUs.
 
     If some are missing, a process may train without its peers, or wait for them forever. If all are set, but
     by no launcher, they may be left over in a shell: a note says for whom the process waits.
 
     Raises:
-        ConfigError: names the variables that are missing.
+        ConfigError: names the variables that are missing, or both numbers.
     """
     needed = (*RANK_VARIABLES, *MASTER_VARIABLES)
     others = [name for name in _OTHER_SIZES if os.environ.get(name, "1") != "1"]
@@ -51,6 +62,12 @@ def check_environment() -> None:
     if given and not is_launched and os.environ["WORLD_SIZE"] != "1":
         advice = f"unset {', '.join(needed)} to train alone"
         print(f"note: by {found}, this process waits for the other ranks; {advice}", file=sys.stderr)
+    last, processes = (int(os.environ.get(name) or 0) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if (processes := max(last + 1, processes)) > (gpus := gpu_count()) > 0:
+        raise ConfigError(
+            f"launch: expected one process per GPU, found {processes} processes and {gpus} GPUs here; "
+            "start fewer, show all GPUs to each, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        ).of_all_ranks()
 
 
 def check_world_size(world_size: int) -> None:
@@ -62,7 +79,8 @@ def check_world_size(world_size: int) -> None:
     Raises:
         ConfigError: names both numbers and a command that works.
     """
-    asked = max(int(os.environ.get("WORLD_SIZE") or 1), _requested_processes() or 1)
+    launched = _launch_settings().get("num_processes")
+    asked = max(int(os.environ.get("WORLD_SIZE") or 1), launched if isinstance(launched, int) else 1)
     if asked != world_size:
         raise ConfigError(
             f"launch: {asked} processes were asked for, {world_size} joined the process group; on CPU use "
@@ -93,22 +111,23 @@ def default_accelerate_file() -> Path:
     return Path(home).expanduser() / "accelerate" / "default_config.yaml"
 
 
-def _requested_processes() -> int | None:
-    """`num_processes` of the parent `accelerate launch`, or of its file; None if neither sets it."""
+def _launch_settings() -> dict[str, Any]:
+    """Settings of the parent `accelerate launch`: its file's, but first of all its options `--num_processes`
+    and `--cpu`; empty without such a parent."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--num_processes", "--num-processes", type=int)
-    parser.add_argument("--config_file", "--config-file")
+    parser.add_argument("--num_processes", "--num-processes", type=int, default=argparse.SUPPRESS)
+    parser.add_argument("--cpu", dest="use_cpu", action="store_true", default=argparse.SUPPRESS)
+    parser.add_argument("--config_file", "--config-file", type=Path)
     arguments = accelerate_launch_arguments()
+    if not arguments:
+        return {}
     script = next((i for i, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
-    known, _ = parser.parse_known_args(arguments[:script])
-    if known.num_processes is not None or not arguments:
-        return known.num_processes
-    try:
-        settings = read_yaml_file(known.config_file or default_accelerate_file())
-    except (OSError, ValueError):
-        return None
-    count = settings.get("num_processes") if isinstance(settings, dict) else None
-    return count if isinstance(count, int) else None
+    known = vars(parser.parse_known_args(arguments[:script])[0])
+    file, settings = known.pop("config_file") or default_accelerate_file(), None
+    if file.is_file():  # a pipe of the launcher's is none of this process's
+        with suppress(OSError, ValueError):
+            settings = read_yaml_file(file)
+    return (settings if isinstance(settings, dict) else {}) | known
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import psutil
 
 from llm_pretrain.config.loading import PRESETS
 from llm_pretrain.config.yaml_text import read_yaml_file
-from llm_pretrain.hardware import usable_cores
+from llm_pretrain.hardware import gpu_count, usable_cores
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent.parent
 """The folder with the package and the scripts: the checkout, or site-packages."""
@@ -57,9 +57,7 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine that this process runs on."""
-    import torch
-
-    return Machine(torch.cuda.device_count() if torch.cuda.is_available() else 0, usable_cores())
+    return Machine(gpu_count(), usable_cores())
 
 
 @dataclass(frozen=True)

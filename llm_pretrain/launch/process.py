@@ -58,6 +58,8 @@ def prepare_process(config: Config) -> None:
     check_parent_alive()
     # Accelerate's DDP options have the deprecated name only; both launch paths must set equal options.
     warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated", category=FutureWarning)
+    # advice of torch's compiler that would change the bits of every product in fp32
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
     keep_freed_memory()
     _set_threads(cpu_threads(config))
     if config.training.deterministic:

@@ -118,7 +118,7 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, cache: LayerCach
         # that keys are not repeated.
         grouped = query.view(len(query), keys.shape[2], -1, query.shape[3])
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).view(query.shape)
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(query.shape)
 
 
 class Attention(nn.Module):

@@ -13,6 +13,7 @@ from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.config.loading import multiplies_in_bf16
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import most_workers, shared_memory_problem
+from llm_pretrain.hardware import unused_gpu
 from llm_pretrain.model.sizes import count_parameters
 from llm_pretrain.text import size_text
 
@@ -23,6 +24,8 @@ _BYTES_PER_PARAMETER = 12 + 2
 def machine_warnings(config: Config, gpus: int, ranks: int) -> Iterator[str]:
     """One line for each setting that works with `ranks` processes here, but not as one would expect."""
     precision, workers = config.training.precision, config.data.num_workers or 0
+    if problem := unused_gpu():
+        yield problem
     if precision == "bf16" and not multiplies_in_bf16():
         times = (
             "" if gpus else f" {_product_seconds(torch.bfloat16) / _product_seconds(torch.float32):.0f} times"

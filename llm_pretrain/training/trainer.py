@@ -25,6 +25,7 @@ from llm_pretrain.data.store import TokenStore, shared_documents
 from llm_pretrain.distributed.collectives import any_rank, run_on_all_ranks, run_on_rank0
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, printable
 from llm_pretrain.export.config_json import match_hf_architecture
+from llm_pretrain.hardware import gpu_count
 from llm_pretrain.launch.out_of_memory import check_memory, explain_out_of_memory
 from llm_pretrain.launch.process import SignalHandler
 from llm_pretrain.launch.watchdog import heartbeat, peer_failure, report_hangs_to
@@ -342,7 +343,7 @@ class Trainer:
         )
         if engine.device.type == "cuda":
             console.info(kernels_in_use(config, engine.device, engine.world_size))
-        ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE") or 1), torch.cuda.device_count()
+        ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE") or 1), gpu_count()
         for warning in run_on_rank0(engine, lambda: list(machine_warnings(config, gpus, ranks))):
             console.warning(warning)
         if self.kernels is not None:

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.nn import functional
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import ConfigError
@@ -80,6 +81,20 @@ def test_logits_with_a_cache_are_those_without(config, parts):
     model = make(config)
     with torch.inference_mode():
         torch.testing.assert_close(cached_logits(model, parts), model(IDS).logits, atol=1e-5, rtol=0)
+
+
+def test_attention_may_leave_its_result_in_any_layout(monkeypatch):
+    """As a GPU's memory-efficient kernel does, which a mask needs: positions before heads."""
+    attention = functional.scaled_dot_product_attention
+
+    def positions_first(*arguments, **options):
+        return attention(*arguments, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    model, parts = make(DENSE), [40, *(1,) * 110]
+    with torch.inference_mode():
+        expected = cached_logits(model, parts)
+        monkeypatch.setattr(functional, "scaled_dot_product_attention", positions_first)
+        assert cached_logits(model, parts).equal(expected)
 
 
 @SHAPES

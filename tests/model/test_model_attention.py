@@ -48,7 +48,7 @@ def by_definition(query: Tensor, key: Tensor, value: Tensor, document_ids: Tenso
 
 def outcome(out: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """The result, and gradients for a fixed direction."""
-    direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
     return [out, *torch.autograd.grad(out, inputs, direction)]
 
 

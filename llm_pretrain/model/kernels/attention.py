@@ -10,7 +10,6 @@ pieces; a block is 128 positions, Q = ceil(S/128).
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -241,14 +240,16 @@ def _varlen(
     return kernel(q, k, v, queries_until, offsets, query.shape[1], columns, **options).view(query.shape)
 
 
-@functools.cache
 def varlen_kernel() -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """`varlen_attn` and its options for causal attention; torch 2.11 needs no option for grouped heads."""
+    """`varlen_attn` and its options for causal attention; torch 2.11 needs no option for grouped heads.
+
+    Compiled layers trace it, so it must not be cached: Dynamo would warn of a cache that it ignores.
+    """
     # Imported here because the module imports torch's compiler, which takes a second.
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1, 0)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    if "enable_gqa" in varlen_attn.__kwdefaults__:
         options["enable_gqa"] = True
     return varlen_attn, options  # pyright: ignore[reportReturnType] (without auxiliary results, a tensor)
 
