@@ -39,7 +39,7 @@ from llm_pretrain.distributed.fsdp import (
 )
 from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.launch.checks import check_world_size
+from llm_pretrain.launch.checks import check_world_size, obey_use_cpu
 from llm_pretrain.launch.process import exit_process, prepare_process, rendezvous_init_method, report_errors
 from llm_pretrain.launch.watchdog import collective_timeout, hang_watchdog
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
@@ -190,6 +190,7 @@ class TorchrunEngine:
 def main(argv: list[str] | None = None) -> int:
     """Train with the options in `argv` (default: the command line's); returns the exit code."""
     with report_errors():
+        obey_use_cpu()
         config = load_config(argv)
         prepare_process(config)
         with hang_watchdog(config):

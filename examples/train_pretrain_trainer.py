@@ -205,6 +205,8 @@ def training_arguments(config: Config, world_size: int) -> TrainingArguments:
     training, optimizer = config.training, config.optimizer
     on_gpu = torch.cuda.is_available()
     name, arguments = own_schedule(config) or ("constant", {})
+    older = not hasattr(TrainingArguments, "activation_checkpointing")  # transformers 5.17
+    checkpointing = "gradient_checkpointing" if older else "activation_checkpointing"
     return TrainingArguments(
         output_dir=str(config.run.folder),
         max_steps=training.max_steps,
@@ -224,7 +226,7 @@ def training_arguments(config: Config, world_size: int) -> TrainingArguments:
         lr_scheduler_kwargs=arguments,
         bf16=training.precision == "bf16",
         fp16=training.precision == "fp16",
-        activation_checkpointing=training.activation_checkpointing,
+        **{checkpointing: training.activation_checkpointing},
         use_cpu=not on_gpu,
         ddp_backend=("nccl" if on_gpu else "gloo") if world_size > 1 else None,
         ddp_timeout=config.distributed.timeout_seconds,

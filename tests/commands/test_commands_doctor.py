@@ -53,6 +53,14 @@ def test_a_machine_without_surprises_is_fine(capsys: pytest.CaptureFixture[str])
     assert output.splitlines()[-1] == "nothing here would surprise a run"
 
 
+def test_an_idle_card_is_a_surprise(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    for module in (doctor, machine):
+        monkeypatch.setattr(module, "unused_gpu", lambda: "GPU: idle")
+    for options in ([], ["--config", str(ROOT / "configs" / "quickstart.yaml")]):
+        assert main(["doctor", *options]) == 1
+        assert capsys.readouterr().out.splitlines()[-1] == "warning: GPU: idle"
+
+
 @pytest.mark.parametrize(
     "file", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda f: f.stem
 )

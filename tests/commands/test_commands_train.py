@@ -91,7 +91,7 @@ def test_ranks_share_the_cores_and_leave_them_while_they_wait(launcher, started,
 def test_accelerate_gets_a_file_that_starts_all_processes(
     started, monkeypatch, strategy, gpus, nproc, expected
 ):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("llm_pretrain.commands.train.gpu_count", lambda: gpus)
     options = [*OPTIONS, "--distributed.strategy", strategy, "--training.precision", "fp32"]
     options += ["--distributed.zero_stage", "3"] if strategy == "deepspeed" else []
     count = [] if nproc is None else ["--nproc", str(nproc)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import mmap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from llm_pretrain import hardware
 from llm_pretrain.hardware import device_peak_flops, memory_bytes
 
 DATASHEETS = {
@@ -52,6 +54,39 @@ def test_memory_grows_with_what_is_mapped_and_written():
     held[:] = 1
     assert memory_bytes(torch.device("cpu")) - before > 0.9 * held.nbytes
     assert before > 10 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("code", "failure", "told"),
+    [
+        (
+            0,
+            RuntimeError("The NVIDIA driver is too old (found version 12040). Please update"),
+            "(found version 12040)",
+        ),
+        (803, RuntimeError("CUDA unknown error - this may be\ndue to"), "CUDA unknown error - this may be"),
+        (0, AssertionError("Torch not compiled with CUDA enabled"), "Torch not compiled with CUDA enabled"),
+        (100, RuntimeError("No CUDA GPUs are available"), None),
+        (None, RuntimeError("Found no NVIDIA driver on your system"), None),
+    ],
+)
+def test_a_card_that_torch_cannot_use_is_told(code, failure, told, monkeypatch):
+    """Its driver answers, but torch does not; nothing is said where there is no driver, or no card for it."""
+
+    def library(name):
+        if code is None:
+            raise OSError
+        return SimpleNamespace(cuInit=lambda flags: code)
+
+    def init():
+        raise failure
+
+    monkeypatch.setattr(hardware.ctypes, "CDLL", library)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    found = hardware.unused_gpu()
+    assert (found or "").endswith(told or "")
+    assert (found is None) == (told is None)
 
 
 @pytest.mark.gpu

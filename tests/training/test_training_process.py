@@ -312,6 +312,57 @@ def test_the_file_that_accelerate_finds_by_itself_counts(
         launch_checks.check_world_size(3)
 
 
+@pytest.mark.parametrize(
+    ("words", "hidden"),
+    [
+        ("bash", False),
+        ("python accelerate launch train_pretrain_accelerate.py", True),
+        ("python accelerate launch --config_file gpus.yaml train_pretrain_accelerate.py", False),
+        ("python accelerate launch --config_file gpus.yaml --cpu train_pretrain_accelerate.py", True),
+        ("python accelerate launch --config_file gone.yaml train_pretrain_accelerate.py --cpu", False),
+    ],
+)
+def test_gpus_are_hidden_where_accelerate_was_told_to_use_the_cpu(
+    words: str, hidden: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """It leaves them to several processes, whatever its file says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    launch_checks.default_accelerate_file().parent.mkdir()
+    launch_checks.default_accelerate_file().write_text("use_cpu: true\n")
+    Path("gpus.yaml").write_text("use_cpu: false\n")
+    monkeypatch.setattr(psutil, "Process", lambda: Launcher(*words.split()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    launch_checks.obey_use_cpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else "0,1")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "variables", "processes"),
+    [
+        (0, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, None),
+        (2, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, None),
+        (1, {}, None),
+        (1, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, 2),
+        (4, {"LOCAL_RANK": "6"}, 7),
+    ],
+)
+def test_no_gpu_gets_two_processes(
+    gpus: int, variables: dict[str, str], processes: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, variables.get(name, "0"))
+    monkeypatch.setattr(launch_checks, "gpu_count", lambda: gpus)
+    if processes is None:
+        launch_checks.check_environment()
+    else:
+        with pytest.raises(ConfigError, match=f"found {processes} processes and {gpus} GPUs here") as caught:
+            launch_checks.check_environment()
+        assert caught.value.shared
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 @pytest.mark.parametrize("elastic", [True, False])
 def test_only_a_launcher_s_process_dies_with_its_parent(elastic: bool, monkeypatch: pytest.MonkeyPatch):
