@@ -18,11 +18,12 @@ NO_HANGS = -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 WHEELS ?=
 PIP = $(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(WHEELS),--no-index --find-links $(abspath $(WHEELS)))
-# What a GPU machine lacks, for its torch and its Python: make gpu-pack GPU_WHEELS="torchao==0.17.0 …"
-GPU_WHEELS ?= torchao==0.17.0
+# A GPU machine's card, Python, and the packages that it lacks: make gpu-pack GPU=h200 GPU_WHEELS="torchao==0.17.0 …"
+GPU ?= h100
 GPU_PYTHON ?= 3.12
+GPU_WHEELS ?= torchao==0.17.0
 # Processes of `make pretrain`: one per GPU, or two on a machine without one.
-NPROC ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)" 2>/dev/null)
+NPROC ?= $(shell $(BIN)/python -c "from llm_pretrain.hardware import gpu_count; print(gpu_count() or 2)" 2>/dev/null)
 
 .PHONY: help setup pretrain store test test-ci test-cuda test-slow test-faults test-lowest fuzz mutate gpu-pack wheels lint bench docs docs-site clean
 
@@ -133,7 +134,7 @@ bench: $(STORE)/store.json  ## Measure everything, or one part: make bench NAME=
 	$(BIN)/python -m benchmarks $(or $(NAME),all --quick)
 
 gpu-pack: $(VENV)/.installed-tests $(VENV)-triton/.installed  ## What `python3 -m benchmarks gpu` needs on a GPU machine without a network
-	$(BIN)/python -m benchmarks.gpu.pack $(GPU_WHEELS) --python $(GPU_PYTHON)
+	$(BIN)/python -m benchmarks.gpu.pack $(GPU_WHEELS) --python $(GPU_PYTHON) --gpu $(GPU)
 
 lint: $(VENV)/.installed-tests  ## Lint, format check, types
 	$(BIN)/ruff check .

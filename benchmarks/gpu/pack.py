@@ -1,6 +1,6 @@
 """Makes what the rounds need on a GPU machine without a network: `make gpu-pack`.
 
-    python -m benchmarks.gpu.pack [WHEEL …] [--python 3.12]
+    python -m benchmarks.gpu.pack [WHEEL …] [--python 3.12] [--gpu h200]
 
 Stores of random documents and counts of the cases go into .gpu, wheels that the machine lacks into .whl; git
 ignores both. Stores and wheels that are there already are not made again.
@@ -25,8 +25,6 @@ from benchmarks.machine import ROOT, commit
 from benchmarks.reporting import SkippedError
 from llm_pretrain.hardware import CLUSTERS
 
-GPU = "h100"
-"""What is counted for."""
 MOST_BYTES = 60 << 20
 """Of the tree and both folders together."""
 _SIMULATED = ["gpt2-124m", "qwen3-0.6b", "minimind3-64m", "finegrained-moe-136m", "mixture"]
@@ -38,12 +36,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("wheels", nargs="*", metavar="WHEEL", help="requirements, such as torchao==0.17.0")
     parser.add_argument("--python", default="3.12", help="of the GPU machine (default: 3.12)")
+    parser.add_argument("--gpu", choices=CLUSTERS, default="h100", help="of that machine (default: h100)")
     arguments = parser.parse_args()
     _wheels(arguments.wheels, arguments.python)
     _stores()
     counted = PACKED / "counted.json"
-    if not counted.exists() or json.loads(counted.read_text()).get("commit") != commit():
-        found = {"commit": commit(), "peaks": _peaks(), "bounds": _bounds()}
+    of = {"commit": commit(), "gpu": arguments.gpu}
+    if not counted.exists() or not of.items() <= json.loads(counted.read_text()).items():
+        found = of | {"peaks": _peaks(arguments.gpu), "bounds": _bounds(arguments.gpu)}
         counted.write_text(json.dumps(found, indent=1))
     tree, packed = _size(_tracked()), _size(path for top in (PACKED, WHEELS) for path in top.rglob("*"))
     print(f"tree {tree / 2**20:.1f} MiB, .gpu and .whl {packed / 2**20:.1f} MiB: take all of it along")
@@ -83,14 +83,14 @@ def _stores() -> None:
             print(f"{folder.relative_to(ROOT)}: {_size(folder.rglob('*')) / 2**20:.1f} MiB", flush=True)
 
 
-def _peaks() -> dict[str, dict[str, int]]:
+def _peaks(gpu: str) -> dict[str, dict[str, int]]:
     """Bytes at the peak of each case's uncompiled step, as `llm-pretrain simulate` predicts them."""
     found = {}
     for name in _SIMULATED:
         case = CASES[name]
         options = case_options(case, Path("unused"), Path("unused"))
         command = [sys.executable, "-W", "ignore", "-m", "llm_pretrain", "simulate", *options]
-        command += ["--training.compile", "off", "--gpu", GPU, "--json"]
+        command += ["--training.compile", "off", "--gpu", gpu, "--json"]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
         if not done.stdout.startswith("{"):  # its exit code says whether the step fits
             raise SystemExit(f"gpu-pack: simulate failed for {name} with exit code {done.returncode}")
@@ -99,10 +99,10 @@ def _peaks() -> dict[str, dict[str, int]]:
     return found
 
 
-def _bounds() -> dict[str, dict[str, Any]]:
+def _bounds(gpu: str) -> dict[str, dict[str, Any]]:
     """Lower bounds of the cases' compiled steps; none where they cannot be counted."""
     try:
-        return bounds(NAMES, CLUSTERS[GPU])
+        return bounds(NAMES, CLUSTERS[gpu])
     except SkippedError as skipped:
         print(f"note: round 3 will have no bounds to compare with: {skipped}", flush=True)
         return {}

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -33,6 +34,9 @@ from llm_pretrain.data.loader import open_stores
 from llm_pretrain.hardware import device_peak_flops
 from llm_pretrain.launch.out_of_memory import is_out_of_memory
 from llm_pretrain.model.sizes import flops_per_token
+
+_HOPPER = re.compile("H[12]00")
+"""The GPUs of the goals: equal in arithmetic, an H200 with more memory and bandwidth."""
 
 
 class Case(NamedTuple):
@@ -177,7 +181,7 @@ class Context:
             memory = memory or torch.cuda.max_memory_allocated()
         self.emit(
             f"{case.name}, {side}: tokens/s", speed, "tok/s", case=case.name, side=side,
-            goal=case.goal if side in ("default", "joined") and "H100" in device else None,
+            goal=case.goal if side in ("default", "joined") and _HOPPER.search(device) else None,
             mfu=speed * flops / sheet if sheet else None,
             mfu_of_product=speed * flops / peak if peak else None,
             peak_gib=memory / 2**30 if memory else None, first_step_s=first,

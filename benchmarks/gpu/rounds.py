@@ -111,7 +111,6 @@ def rounds() -> dict[str, list[list[Part]]]:
             [Part("where-moe", "where.measure", (_MOE,), 100)],
             _speed("variants-gpt2", "gpt2-124m", "default", _EAGER, _FLOAT8, _CHECKPOINTING, _JOINED,
                    "sdpa=training.attention_implementation:sdpa",
-                   "flex=training.attention_implementation:flex",
                    "logits=training.loss_implementation:full,training.micro_batch_size:32", limit=220),
             _speed("variants-qwen3", "qwen3-0.6b", "default", _FLOAT8, _CHECKPOINTING, _JOINED, limit=150),
             [Part("where-mixture", "where.measure", ("mixture",), 100)],

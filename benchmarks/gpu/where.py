@@ -28,7 +28,7 @@ _TRACE_BYTES = 15 << 20
 _PRODUCT = re.compile(
     r"gemm|nvjet|cutlass|xmma|cublas|wgmma|grouped_mm|rows_times|_mm_|splitk|triton_tem", re.I
 )
-_ATTENTION = re.compile(r"flash|fmha|attention|flex|sdpa", re.I)
+_ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.I)
 _NORM = re.compile(r"rsqrt|rms_norm|layer_norm", re.I)
 _HEAD = re.compile(r"_log_partition_kernel|_gradient_kernel")
 _RANGES = ("loss head", "clipping", "embedding", "Optimizer.step")

@@ -161,7 +161,7 @@ def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> De
     if problems := state_differences(content, describe(tensors, {}, content.tied), model_only=True):
         raise CheckpointError(f"{path}: expected the tensors of {file}, found that {problems[0]}")
     kernels = configured_kernels(run)
-    if kernels.attention != "sdpa":  # varlen and flex run on CUDA only
+    if kernels.attention != "sdpa":  # varlen runs on CUDA only
         kernels = replace(kernels, attention="auto")
     model = Decoder(run.model, kernels=kernels)
     saved_as = saved_names(content, average=average)

@@ -121,10 +121,6 @@ def _check_config(config: Config, world_size: int) -> None:
         )
     if config.training.float8:
         problems.append("training.float8: expected false for a simulation, found true")
-    if config.training.attention_implementation == "flex":
-        problems.append(
-            "training.attention_implementation: expected auto, varlen or sdpa for a simulation, found flex"
-        )
     if problems:
         raise ConfigError(*problems)
 

@@ -53,8 +53,6 @@ def _check_divided(config: Config, sizes: MeshSizes) -> Iterator[str]:
             f"evaluation.sample_prompts: expected none with {axes}, found {found}: no rank has all logits; "
             "`llm-pretrain generate` reads the saved weights"
         )
-    if sizes.cp > 1 and config.training.attention_implementation == "flex":
-        yield f"training.attention_implementation: expected another than flex with {axes}, found flex"
     if sizes.pp > 1:
         yield from _check_pipeline(config, sizes)
     if sizes.sequence > 1:

@@ -278,7 +278,7 @@ class TrainingConfig:
             (CPU), `grouped` (CUDA; by torch, or by Triton where torch's kernel cannot run), `triton` (CUDA,
             by Triton), `reference` (slow; defines the result).
         attention_implementation: Kernel of attention within documents: `auto`, `sdpa` (one call per document
-            on a CPU, a mask elsewhere), `varlen` or `flex` (CUDA).
+            on a CPU, a mask elsewhere) or `varlen` (CUDA).
         loss_implementation: Kernel of output projection and cross-entropy: `auto`, `full` (keeps all logits
             in memory), `fused` (in chunks, forward and backward in one).
     """
@@ -299,7 +299,7 @@ class TrainingConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     float8: bool = False
     experts_implementation: Literal["auto", "streamed", "grouped", "triton", "reference"] = "auto"
-    attention_implementation: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
+    attention_implementation: Literal["auto", "sdpa", "varlen"] = "auto"
     loss_implementation: Literal["auto", "full", "fused"] = "auto"
 
     @property
@@ -534,7 +534,7 @@ class Config:
                 f"found {self.evaluation.sample_tokens}"
             )
         kernel = self.training.attention_implementation
-        if kernel in ("varlen", "flex") and dropout > 0:
+        if kernel == "varlen" and dropout > 0:
             yield (
                 f"training.attention_implementation: expected auto or sdpa with model.attention_dropout "
                 f"{dropout}, found {kernel}"

@@ -40,7 +40,7 @@ FIXED: dict[Part, str] = {"norm": "fused", "optimizer": "fused", "compile": "on"
 """Implementations of the parts that `Kernels` has no choice for."""
 _DOCUMENTS = ((1, 130, 61, 64), (100, 1, 1, 154))
 """Lengths of the documents in each of 2 rows of 256 positions. Some documents have a single token. Some lie
-inside a block of FlexAttention (128 positions), and some cross the border of two."""
+inside a kernel's block (128 positions), and some cross the border of two."""
 _TOKENS = sum(map(sum, _DOCUMENTS))
 _WIDEST, _MOST_EXPERTS, _MOST_VOCABULARY, _MOST_HEADS = 256, 16, 5000, 2
 """Largest H and I, E (2K if that is more), V (more than the loss kernel's block of 4,096 columns) and M."""

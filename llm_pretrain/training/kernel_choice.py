@@ -31,7 +31,7 @@ SETTINGS: dict[Part, str] = {
 }
 _ORDER: dict[Part, tuple[str, ...]] = {
     "experts": ("grouped", "triton", "streamed"),
-    "attention": ("varlen", "flex", "sdpa"),
+    "attention": ("varlen", "sdpa"),
     "loss": ("fused", "full"),
     "compile": ("on", "off"),
 }

@@ -74,10 +74,10 @@ def refuse_kernels(config: Config, device: torch.device) -> None:
             "training.experts_implementation: expected auto, streamed or reference, found "
             f"{kernels.experts}, which needs {needed}"
         )
-    if kernels.attention in ("varlen", "flex") and not is_gpu(device):
+    if kernels.attention == "varlen" and not is_gpu(device):
         raise ConfigError(
-            f"training.attention_implementation: expected auto or sdpa on {device.type}, found "
-            f"{kernels.attention}, which needs CUDA"
+            f"training.attention_implementation: expected auto or sdpa on {device.type}, found varlen, which "
+            "needs CUDA"
         )
 
 
@@ -116,8 +116,7 @@ and batches with and without document offsets need a graph each; torch's limit o
 def eagerly(model: nn.Module) -> Iterator[None]:
     """Run compiled layers eagerly inside the context.
 
-    FlexAttention stays compiled, because it would keep the scores of all pairs of positions when run eagerly.
-    `torch.compiler.set_stance("force_eager")` is not used, as it would run FlexAttention eagerly.
+    `torch.compiler.set_stance` would import torch's compiler, which takes a second, into every run.
     """
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     calls = [module._compiled_call_impl for module in compiled]

@@ -35,7 +35,7 @@ def test_a_checkpoint_is_read_to_the_last_bit(folder: Path):
     assert (opened.tokenizer_folder / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize(("named", "used"), [("sdpa", "sdpa"), ("varlen", "auto"), ("flex", "auto")])
+@pytest.mark.parametrize(("named", "used"), [("sdpa", "sdpa"), ("varlen", "auto")])
 def test_a_checkpoint_has_the_kernels_of_its_run_but_those_of_cuda(folder: Path, named: str, used: str):
     config = folder / "config.yaml"
     text = config.read_text().replace("attention_implementation: auto", f"attention_implementation: {named}")

@@ -160,7 +160,6 @@ MISTAKES: dict[str, list[tuple[str, int, str]]] = {
         ("--gpu h100 --world-size 0", 2, "--world-size: expected 1 or more, found 0"),
         ("--gpu h100 --search 1", 2, "--search: expected 2 GPUs or more, found 1"),
         ("--gpu h100 --world-size 2", 2, "expected fsdp for a simulation of several processes, found ddp"),
-        ("--gpu h100 --training.attention_implementation flex", 2, "auto, varlen or sdpa for a simulation"),
     ],
     "top": [
         ("nowhere", 2, "nowhere: expected a run's folder"),

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from fake_memory import eight_ranks
 from fake_steps import DENSE, MOE, fake_batch, fake_config, fake_model
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
@@ -25,10 +23,9 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed.fsdp import parallelize
 from llm_pretrain.distributed.mesh import Meshes, Place
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.model.kernels import attention
 from llm_pretrain.model.layers import RMSNorm
 from llm_pretrain.training.engine import DDP_OPTIONS
-from llm_pretrain.training.model_setup import RECOMPILE_LIMIT, compile_layers, eagerly
+from llm_pretrain.training.model_setup import RECOMPILE_LIMIT, compile_layers
 from llm_pretrain.training.step import Objective
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's tracing does what its warnings advise against
@@ -82,7 +79,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "dense": (DENSE, {}, 1),
     "checkpointed": (DENSE, {"activation_checkpointing": True}, 1),
     "sdpa": (DENSE, {"attention_implementation": "sdpa"}, 1),
-    "flex": (DENSE, {"attention_implementation": "flex"}, 1),
     "dropout": (DENSE | {"attention_dropout": 0.1, "hidden_dropout": 0.1}, {}, 1),
     "fp8": (DENSE, {"float8": True}, 1),
     "moe": (MOE, {}, 1),
@@ -141,33 +137,6 @@ def test_ddp_splits_no_graph(monkeypatch: pytest.MonkeyPatch):
     for _ in range(2):
         ddp(input_ids=ids, labels=ids).loss_sum.backward()
     assert len(graphs) == 1
-
-
-def test_flex_attention_is_compiled_where_its_layer_is_not():
-    """Else it would hold the scores of all pairs of positions."""
-    torch._dynamo.reset()
-    attention._compiled_flex.cache_clear()
-    layers, alone = CompileCounterWithBackend("aot_eager"), CompileCounterWithBackend("aot_eager")
-    compiler = torch.compile
-    with patch.object(
-        torch, "compile", lambda function, **options: compiler(function, backend=alone, **options)
-    ):
-        attention._compiled_flex()
-    config = fake_config(DENSE, training={"attention_implementation": "flex"})
-    try:
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            torch.no_grad(),
-            torch.autocast("cuda", torch.bfloat16),
-        ):
-            model = fake_model(config)
-            for layer in model.model.layers:
-                layer.compile(backend=layers)
-            with eagerly(model):
-                model(**fake_batch(config).model_inputs())
-    finally:
-        attention._compiled_flex.cache_clear()
-    assert (layers.frame_count, alone.frame_count) == (0, 1)
 
 
 def test_a_break_in_a_layer_is_found(monkeypatch: pytest.MonkeyPatch):

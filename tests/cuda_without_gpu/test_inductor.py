@@ -19,7 +19,6 @@ HOPPER, ADA, AMPERE = (9, 0), (8, 9), (8, 0)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[tuple[int, int], ...], int]] = {
     "dense": (DENSE | {"qk_norm": True}, {}, (HOPPER, AMPERE), 24),
     "moe": (MOE, {}, (HOPPER, AMPERE), 35),
-    "flex": (DENSE, {"attention_implementation": "flex"}, (HOPPER, AMPERE), 20),
     "fp8": (DENSE, {"float8": True}, (HOPPER, ADA), 30),  # below 8.9 there are no such products
     "head": (DENSE, {"loss_implementation": "full"}, (HOPPER, AMPERE), 4),
 }

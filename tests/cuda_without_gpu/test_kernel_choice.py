@@ -90,8 +90,7 @@ def test_the_next_kernels_take_the_place_of_those_that_raise(monkeypatch: pytest
     def no_image(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no kernel image")
 
-    for name in ("_varlen", "_flex"):
-        monkeypatch.setattr(attention, name, no_image)
+    monkeypatch.setattr(attention, "_varlen", no_image)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", no_image)
     chosen, choice = choose(fake_config(MOE), tmp_path)
     assert chosen.training.attention_implementation == "sdpa"
@@ -99,6 +98,5 @@ def test_the_next_kernels_take_the_place_of_those_that_raise(monkeypatch: pytest
     raised = f"raised RuntimeError: no kernel image on {DEVICE}"
     assert choice.notes == [
         f"experts grouped {raised}; triton takes its place",
-        f"attention varlen {raised}; flex takes its place",
-        f"attention flex {raised}; sdpa takes its place",
+        f"attention varlen {raised}; sdpa takes its place",
     ]

@@ -230,38 +230,6 @@ def test_varlen_is_asked_for_causal_attention_in_the_words_of_the_installed_torc
     assert options["window_size"] == (-1, 0)
 
 
-@pytest.mark.parametrize("columns", [128, 300])
-def test_the_block_mask_sees_all_that_may_be_seen_and_little_else(columns):
-    """Against `create_block_mask`, which tests every pair."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    generator = torch.Generator().manual_seed(columns)
-    documents = (torch.rand(3, columns, generator=generator) < 0.02).cumsum(1)
-
-    def visible(row, head, query, key):
-        return (query >= key) & (documents[row, query] == documents[row, key])
-
-    expected = create_block_mask(visible, 3, None, columns, columns, device="cpu")
-    found = document_layout(documents, implementation="flex").block_mask
-    assert torch.equal(found.to_dense().bool(), expected.to_dense().bool())
-    rows, query, key = (torch.arange(n) for n in (3, columns, columns))
-    grid = torch.meshgrid(rows, query, key, indexing="ij")
-    assert torch.equal(found.mask_mod(grid[0], None, *grid[1:]), visible(grid[0], None, *grid[1:]))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_is_the_definition(monkeypatch):
-    from torch.nn.attention.flex_attention import flex_attention
-
-    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention)
-    query, key, value = (each.detach() for each in tensors(300, rows=2))
-    layout = document_layout(DOCUMENTS, implementation="flex")
-    ours = document_attention(query, key, value, layout, 0.0)
-    expected = by_definition(query, key, value, DOCUMENTS)
-    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
-
-
 def test_the_choice_depends_on_device_type_and_shape_alone(monkeypatch):
     bf16, fp32 = torch.bfloat16, torch.float32
     monkeypatch.setattr(kernels, "_capability", lambda _: (9, 0))
@@ -272,7 +240,7 @@ def test_the_choice_depends_on_device_type_and_shape_alone(monkeypatch):
     assert choice() == choice(dtype=torch.float16) == "varlen"
     assert choice(device=CPU) == choice(dtype=fp32) == choice(head_dim=257) == choice(dropout=0.1) == "sdpa"
     assert choice(head_dim=100) == "sdpa"
-    assert [choice(attention=name) for name in ("sdpa", "varlen", "flex")] == ["sdpa", "varlen", "flex"]
+    assert [choice(attention=name) for name in ("sdpa", "varlen")] == ["sdpa", "varlen"]
     torch.use_deterministic_algorithms(True)
     try:
         assert choice() == "sdpa"

@@ -62,7 +62,7 @@ def run(
     ("experts", "kernels"),
     [
         *((experts, AUTO) for experts in (0, 16, 64)),
-        *((0, Kernels(attention=kind)) for kind in ("sdpa", "varlen", "flex")),
+        *((0, Kernels(attention=kind)) for kind in ("sdpa", "varlen")),
         (0, Kernels(loss="fused", z_loss_coef=1.0)),
     ],
 )

@@ -19,8 +19,6 @@ from llm_pretrain.config.loading import compiles, from_dict, validate
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.assembly import Batch
 from llm_pretrain.data.loader import global_batches
-from llm_pretrain.model.layers import RMSNorm
-from llm_pretrain.training import model_setup
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*"),  # of what its compiler is written in
@@ -117,27 +115,6 @@ def options(store: Path, folder: Path, *more: str) -> list[str]:
 def rows(folder: Path) -> dict[int, dict[str, Any]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {row["step"]: row for row in map(json.loads, lines)}
-
-
-@pytest.mark.slow
-def test_what_compiles_itself_stays_compiled_in_evaluations():
-    """FlexAttention: uncompiled it would hold all scores."""
-    graphs: list[Any] = []
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    model = torch.nn.Sequential(RMSNorm(2, 1e-6))
-    model[0].compile(backend=keep)
-    attention, x = torch.compile(lambda x: x + 1, backend=keep), torch.ones(1, 2)
-    with model_setup.eagerly(model):
-        model(x)
-        assert not graphs
-        attention(x)
-        assert len(graphs) == 1
-    model(x)
-    assert len(graphs) == 2
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
 """Causal attention within the documents of packed sequences: the documents' layout and the kernels.
 
 On a CPU, each document is computed separately, by `block_attention` or torch's kernel. On CUDA, one call of
-varlen, FlexAttention or masked attention computes the batch. Kernels agree up to rounding.
+varlen or masked attention computes the batch. Kernels agree up to rounding.
 
 Shapes: B sequences, S positions, T = B*S, N query heads, M key and value heads, D head_dim, P document
-pieces; a block is 128 positions, Q = ceil(S/128).
+pieces.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from torch.autograd.function import once_differentiable
 
 from llm_pretrain.model.kernels.layers import uncompiled
 
-_BLOCK = 128
-"""Positions of a block of FlexAttention."""
 BLOCKS_FROM, BLOCKS_TO = 64, 1024
 """Between these mean document lengths, `block_attention` is faster on a CPU; in bf16 also above them."""
 
@@ -35,14 +33,12 @@ class DocumentLayout(NamedTuple):
     """int32 [P + 1]: the start of each piece along T, then T, possibly repeated; a piece is in one row."""
     mask: Tensor | None = None
     """bool [B, 1, S, S]: which keys each query attends to."""
-    block_mask: Any = None
-    """FlexAttention's BlockMask: which keys each query attends to."""
 
 
 def document_layout(
     document_ids: Tensor | None,
     offsets: Tensor | None = None,
-    implementation: Literal["sdpa", "varlen", "flex"] = "sdpa",
+    implementation: Literal["sdpa", "varlen"] = "sdpa",
 ) -> DocumentLayout:
     """The layout of a batch, computed once for all layers and without synchronising with the device.
 
@@ -54,8 +50,6 @@ def document_layout(
     """
     if document_ids is None:
         return DocumentLayout()
-    if implementation == "flex":
-        return DocumentLayout(block_mask=_block_mask(document_ids))
     if document_ids.device.type == "cpu":
         return DocumentLayout(offsets=_offsets(document_ids) if offsets is None else offsets)
     if implementation == "varlen" and offsets is not None:
@@ -66,38 +60,11 @@ def document_layout(
     return DocumentLayout(mask=same & causal)
 
 
-def _starts(document_ids: Tensor) -> Tensor:
-    """bool [B, S]: the first position of each piece."""
+def _offsets(document_ids: Tensor) -> Tensor:
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return starts
-
-
-def _offsets(document_ids: Tensor) -> Tensor:
-    starts = _starts(document_ids).flatten().nonzero().flatten()
-    return torch.cat([starts, starts.new_tensor([document_ids.numel()])]).int()
-
-
-def _block_mask(document_ids: Tensor) -> Any:
-    """FlexAttention's mask: a block of queries attends to blocks from its first document's start to itself.
-
-    To build the mask from the documents' starts takes O(B·S); `create_block_mask` tests all O(B·S²) pairs.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    columns = document_ids.shape[1]
-    position = torch.arange(columns, device=document_ids.device)
-    first = torch.where(_starts(document_ids), position, 0).cummax(1).values[:, ::_BLOCK] // _BLOCK
-    block = torch.arange(first.shape[1], device=document_ids.device)
-    count = (block - first + 1).int()
-    seen = (first[..., None] + block).clamp(max=len(block) - 1).int()  # [B, Q, Q]; the first `count` are used
-
-    def visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (document_ids[row, query] == document_ids[row, key])
-
-    return BlockMask.from_kv_blocks(
-        count[:, None], seen[:, None], BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(columns, columns)
-    )
+    first = starts.flatten().nonzero().flatten()
+    return torch.cat([first, first.new_tensor([document_ids.numel()])]).int()
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
@@ -131,11 +98,9 @@ def document_attention(
     """
     dtype = value.dtype
     with torch.autocast(query.device.type, enabled=False):
-        if query.device.type == "cpu" and layout.mask is None and layout.block_mask is None:
+        if query.device.type == "cpu" and layout.mask is None:
             return _on_cpu(query, key, value, layout.offsets, dropout).to(dtype)
         query, key = query.to(dtype), key.to(dtype)
-        if layout.block_mask is not None:
-            return _flex(query, key, value, layout.block_mask)
         if layout.offsets is not None:
             return _varlen(query, key, value, layout.offsets)
         return sdpa(query, key, value, layout.mask, dropout)
@@ -160,7 +125,7 @@ def part_attention(
     """
     dtype, columns = value.dtype, key.shape[1]
     with torch.autocast(query.device.type, enabled=False):
-        if query.device.type == "cpu" and layout.mask is None and layout.block_mask is None:
+        if query.device.type == "cpu" and layout.mask is None:
             starts = range(0, len(key) * columns, columns)
             edges = [*starts, len(key) * columns] if layout.offsets is None else layout.offsets.tolist()
             own = [(first + start, first + stop) for first in starts for start, stop in chunks]
@@ -171,7 +136,7 @@ def part_attention(
             sizes = [stop - start for start, stop in chunks]
             parts = zip(query.split(sizes, 1), chunks, strict=True)
             return torch.cat([_varlen(q, key, value, layout.offsets, chunk) for q, chunk in parts], 1)
-        assert layout.mask is not None, "FlexAttention has no queries of a part of the positions here"
+        assert layout.mask is not None
         rows = [layout.mask[:, :, start:stop] for start, stop in chunks]
         return sdpa(query, key, value, torch.cat(rows, 2), 0.0)
 
@@ -252,20 +217,6 @@ def varlen_kernel() -> tuple[Callable[..., Tensor], dict[str, Any]]:
     if "enable_gqa" in varlen_attn.__kwdefaults__:
         options["enable_gqa"] = True
     return varlen_attn, options  # pyright: ignore[reportReturnType] (without auxiliary results, a tensor)
-
-
-def _flex(query: Tensor, key: Tensor, value: Tensor, block_mask: Any) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    grouped = q.shape[1] != k.shape[1]
-    return _compiled_flex()(q, k, v, block_mask=block_mask, enable_gqa=grouped).transpose(1, 2)
-
-
-@functools.cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    """Compiled FlexAttention: uncompiled, it holds all scores. A compiled layer's graph includes it."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
 
 
 ROWS = 64

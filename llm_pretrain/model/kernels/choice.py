@@ -40,14 +40,14 @@ class Kernels:
 
     Args:
         experts: `auto`, `streamed`, `grouped`, `triton` (`grouped` by our own kernel only) or `reference`.
-        attention: `auto`, `sdpa`, `varlen` or `flex`.
+        attention: `auto`, `sdpa` or `varlen`.
         loss: `auto`, `full` or `fused`.
         z_loss_coef: The objective's coefficient of the z-loss, for loss kernels that compute gradients in the
             forward pass.
     """
 
     experts: Literal["auto", "streamed", "grouped", "triton", "reference"] = "auto"
-    attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
+    attention: Literal["auto", "sdpa", "varlen"] = "auto"
     loss: Literal["auto", "full", "fused"] = "auto"
     z_loss_coef: float = 0.0
 
@@ -69,7 +69,7 @@ def configured_kernels(config: Config) -> Kernels:
 
 def attention_implementation(
     kernels: Kernels, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float
-) -> Literal["sdpa", "varlen", "flex"]:
+) -> Literal["sdpa", "varlen"]:
     """The implementation of attention for products in `dtype`; pass it to `document_layout`.
 
     `auto` is `varlen` on CUDA from compute capability 8.0 on, in bf16 and fp16, without dropout, without
