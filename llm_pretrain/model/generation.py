@@ -9,11 +9,13 @@ from __future__ import annotations
 import codecs
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model.decoder import Decoder
@@ -21,6 +23,9 @@ from llm_pretrain.model.decoder import Decoder
 _PREFILL_LOGITS = 1 << 25
 """Largest number of logits per forward pass over prompts; long prompts are read in several passes."""
 _INITIAL_SLOTS = 64
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All but cuDNN, which torch prefers on Hopper and Blackwell: it would spend tenths of a second on a plan for
+each new number of keys (modelscope/FunASR#3704), thus for each token."""
 
 
 End = Literal["stop", "max_new_tokens", "positions"]
@@ -135,7 +140,7 @@ def heal(
                 before[row] += log_probs[row, end[place]].item()
         if place + 1 < passes:
             next_ids = torch.tensor([[end[place] if place < len(end) else 0] for end in ends], device=device)
-            with torch.inference_mode():
+            with _inference():
                 logits = _last_logits(model(next_ids, cache=cache).logits)[:, 0]
     healed = []
     for row, (prompt, generator) in enumerate(
@@ -252,12 +257,18 @@ def _generate(
         if not rows:
             return
         # Around the whole loop, inference mode would also apply to the caller's code between two tokens.
-        with torch.inference_mode():
+        with _inference():
             if len(rows) < len(active):
                 cache.select(rows)
             active = [active[row] for row in rows]
             next_ids = torch.tensor([[new_ids[row]] for row in rows], device=device)
             logits = _last_logits(model(next_ids, cache=cache).logits)[:, 0]
+
+
+@contextmanager
+def _inference() -> Iterator[None]:
+    with torch.inference_mode(), sdpa_kernel(_BACKENDS):
+        yield
 
 
 def _prefill(
@@ -271,7 +282,7 @@ def _prefill(
     vocab_size = model.lm_head.weight.shape[0]
     part = max(1, _PREFILL_LOGITS // (len(prompts) * vocab_size))
     last: dict[int, Tensor] = {}
-    with torch.inference_mode():
+    with _inference():
         for start in range(0, max(lengths), part):
             logits = model(padded[:, start : start + part].to(device), cache=cache).logits
             ends_here = [row for row, length in enumerate(lengths) if start < length <= start + part]

@@ -209,6 +209,19 @@ def test_frequencies_are_the_models_probabilities():
         assert bool(((counts - 4000 * expected).abs() <= 4 * spread + 3).all())
 
 
+def test_no_token_waits_for_a_plan_of_cudnn(monkeypatch):
+    attention, seen = functional.scaled_dot_product_attention, set()
+
+    def watched(*arguments, **options):
+        seen.add(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*arguments, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
+    for _ in generate(make(SMALL), STARTS, vocab_size=VOCAB, max_new_tokens=3, temperature=1.0):
+        assert torch.backends.cuda.cudnn_sdp_enabled(), "the caller's own"
+    assert seen == {False}
+
+
 def test_a_tiny_temperature_is_greedy():
     model = make(SMALL)
     assert texts(model, STARTS, temperature=1e-300) == texts(model, STARTS, temperature=0)
