@@ -42,7 +42,7 @@ def check(cell: str, tests: bool) -> None:
 
 def test_traps_are_numbered_and_have_a_guard_and_tests():
     traps = rows(r"\| \d")
-    assert [int(number) for number, *_ in traps] == list(range(1, 27))
+    assert [int(number) for number, *_ in traps] == list(range(1, 28))
     for _, _, guard, tests in traps:
         check(guard, tests=False)
         check(tests, tests=True)
