@@ -60,6 +60,8 @@ def prepare_process(config: Config) -> None:
     warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated", category=FutureWarning)
     # advice of torch's compiler that would change the bits of every product in fp32
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
+    # a note to torch's own developers, for a loss of few rows
+    warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled", category=UserWarning)
     keep_freed_memory()
     _set_threads(cpu_threads(config))
     if config.training.deterministic:
