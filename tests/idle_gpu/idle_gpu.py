@@ -7,7 +7,8 @@ nothing.
 
 Variables of the environment set the GPUs: IDLE_GPU_COUNT (1), IDLE_GPU_GIB of memory (80), of which
 IDLE_GPU_TAKEN_MIB are other processes' (0), IDLE_GPU_CAPABILITY, the major number (9), and
-IDLE_GPU_DRIVER, for `environment(driver=...)` alone.
+IDLE_GPU_DRIVER, for `environment(driver=...)` alone. With IDLE_GPU_CACHING=1 a command has torch's caching
+allocator, without which torch counts no memory.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def main(command: list[str]) -> int:
         print("usage: python tests/idle_gpu COMMAND...", file=sys.stderr)
         return 2
     try:
-        os.execvpe(command[0], command, os.environ | environment())
+        os.execvpe(command[0], command, os.environ | environment(caching="IDLE_GPU_CACHING" in os.environ))
     except (RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -175,11 +175,6 @@ int ncclCommCount(struct communicator *ranks, int *count) {
     return 0;
 }
 
-int ncclCommUserRank(struct communicator *ranks, int *rank) {
-    *rank = ranks->rank;
-    return 0;
-}
-
 int ncclCommGetAsyncError(struct communicator *ranks, int *error) {
     *error = 0;
     return 0;

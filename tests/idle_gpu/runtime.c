@@ -27,10 +27,6 @@ int cudaGetLastError(void) {
     return error;
 }
 
-const char *cudaGetErrorString(int error) {
-    return error == cudaErrorMemoryAllocation ? "out of memory" : "no such device";
-}
-
 /* Devices */
 
 int cudaGetDeviceCount(int *count) {
