@@ -117,7 +117,7 @@ test-lowest: BIN = $(VENV)-lowest/bin
 test-lowest: $(VENV)-lowest/.installed  ## The quick suite, test-cuda and launches on idle GPUs with the lowest versions promised (nightly; 6 GB of packages)
 	$(PYTEST) -m "not slow"
 	PYTHONPATH=tests/cuda_without_gpu $(PYTEST) --dist load -p fake_cuda tests/cuda_without_gpu
-	$(PYTEST) -m slow tests/idle_gpu
+	$(PYTEST) --dist load -m slow tests/idle_gpu
 
 fuzz: $(VENV)/.installed-tests  ## Look for input that breaks a reader, for longer than the tests do
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),2000) $(PYTEST) -m fuzz
