@@ -106,7 +106,7 @@ MESHES = {
     "hsdp": (
         "torchrun",
         4,
-        "distributed.strategy=fsdp distributed.dp_replicate_size=2 distributed.ep_size=2",
+        "distributed.strategy=fsdp distributed.dp_replicate_size=2",
     ),
     "tp, cp": ("accelerate", 4, "distributed.strategy=fsdp distributed.tp_size=2 distributed.cp_size=2"),
 }
