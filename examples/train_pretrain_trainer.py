@@ -35,7 +35,7 @@ from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import ConfigError, OutputError
 from llm_pretrain.export.config_json import huggingface_config
 from llm_pretrain.export.huggingface import to_huggingface
-from llm_pretrain.launch.checks import check_world_size
+from llm_pretrain.launch.checks import check_world_size, obey_use_cpu
 from llm_pretrain.launch.process import prepare_process, report_errors
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.schedule import decay_length, learning_rate
@@ -206,7 +206,9 @@ def training_arguments(config: Config, world_size: int) -> TrainingArguments:
     on_gpu = torch.cuda.is_available()
     name, arguments = own_schedule(config) or ("constant", {})
     older = not hasattr(TrainingArguments, "activation_checkpointing")  # transformers 5.17
-    checkpointing = "gradient_checkpointing" if older else "activation_checkpointing"
+    checkpointing: dict[str, Any] = {
+        "gradient_checkpointing" if older else "activation_checkpointing": training.activation_checkpointing
+    }
     return TrainingArguments(
         output_dir=str(config.run.folder),
         max_steps=training.max_steps,
@@ -226,7 +228,7 @@ def training_arguments(config: Config, world_size: int) -> TrainingArguments:
         lr_scheduler_kwargs=arguments,
         bf16=training.precision == "bf16",
         fp16=training.precision == "fp16",
-        **{checkpointing: training.activation_checkpointing},
+        **checkpointing,
         use_cpu=not on_gpu,
         ddp_backend=("nccl" if on_gpu else "gloo") if world_size > 1 else None,
         ddp_timeout=config.distributed.timeout_seconds,
@@ -335,6 +337,7 @@ def train(config: Config) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Train with the options in `argv` (default: the command line's); returns the exit code."""
     with report_errors():
+        obey_use_cpu()
         config = load_config(argv)
         prepare_process(config)
         logging.set_verbosity_error()

@@ -163,21 +163,17 @@ def gpu_count() -> int:
 
 
 def unused_gpu() -> str | None:
-    """A warning that torch cannot use a GPU that NVIDIA's driver shows it, and why; None if it can, or the
-    driver shows none."""
+    """A warning that torch cannot use the GPU of this machine's NVIDIA driver, and why; None if it can, or
+    there is no driver or no GPU for it."""
     import torch
 
-    if torch.cuda.is_available():
-        return None
-    try:
-        if ctypes.CDLL("libcuda.so.1").cuInit(0) == _CUDA_NO_DEVICE:
-            return None
-        torch.cuda.init()
-    except OSError:
-        return None
-    except (AssertionError, RuntimeError) as error:
-        reason = first_line(error).partition(". ")[0]
-        return f"GPU: this machine has one, but training takes the CPU: torch {torch.__version__}: {reason}"
+    with suppress(OSError):  # no driver
+        if not torch.cuda.is_available() and ctypes.CDLL("libcuda.so.1").cuInit(0) not in _NO_GPU:
+            try:
+                torch.cuda.init()
+            except (AssertionError, RuntimeError) as error:
+                reason = f"torch {torch.__version__}: {first_line(error).partition('. ')[0]}"
+                return f"GPU: NVIDIA's driver is here, but training takes the CPU: {reason}"
     return None
 
 
@@ -186,8 +182,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_CUDA_NO_DEVICE = 100
-"""Also what the driver answers where CUDA_VISIBLE_DEVICES hides every GPU."""
+_NO_GPU = (34, 100)
+"""Answers of a stub of the driver, and of one without a GPU or whose GPUs CUDA_VISIBLE_DEVICES hides."""
 ARITHMETIC_VARIABLES = (
     "ACCELERATE_DEEPSPEED_ZERO_STAGE",
     "ATEN_CPU_CAPABILITY",

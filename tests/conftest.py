@@ -18,7 +18,8 @@ from support.once import once
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-xdist starts its workers, which inherit the environment."""
-    if config.option.markexpr != "gpu":  # other tests launch ranks, and compare numbers, of a CPU
+    words = config.option.markexpr.replace("not gpu", "").split()
+    if "gpu" not in words:  # other tests launch ranks, and compare numbers, of a CPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # With it pytest writes whole differences, which takes minutes for the long lists that tests of checks
     # compare on purpose with what they must not equal.
@@ -72,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
     missing = {}
     if not torch.cuda.is_available():
-        missing["gpu"] = "needs a CUDA device"
+        missing["gpu"] = "needs a CUDA device, and -m gpu"
     if torch.__version__ < (2, 13):
         missing["pipeline"] = "needs torch 2.13"
     for item in items:

@@ -40,7 +40,7 @@ _HOPPER = re.compile("H[12]00")
 
 
 class Case(NamedTuple):
-    """A training: preset, length, micro batch (all of a step), settings, and the goal on an H100."""
+    """A training: preset, length, micro batch (all of a step), settings, and the goal on an H100 or H200."""
 
     name: str
     preset: str
@@ -144,7 +144,7 @@ class Context:
             value: A number, a text or a list of them.
             unit: Of the value.
             show: Whether it stands in the summary.
-            goal: The least value that is aimed at on an H100.
+            goal: The least value that is aimed at on an H100 or H200.
             more: What else to keep of it.
         """
         row = {"part": self.part, "t": int(time.time()), "what": what, "value": value, "unit": unit,
@@ -196,9 +196,13 @@ class Context:
         return {}
 
     def counted(self, kind: str, case: str) -> Any:
-        """What `make gpu-pack` counted of a case beforehand (`bounds` or `peaks`); None if it could not."""
+        """What `make gpu-pack` counted of a case beforehand: its `peaks`, or its `bounds` if they are this
+        GPU's; None if it could not."""
         with suppress(OSError):
-            return json.loads((PACKED / "counted.json").read_text()).get(kind, {}).get(case)
+            counted = json.loads((PACKED / "counted.json").read_text())
+            device = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else counted["gpu"]
+            if kind == "peaks" or counted["gpu"] in device:
+                return counted.get(kind, {}).get(case)
         return None
 
     def case(self, name: str) -> Case:

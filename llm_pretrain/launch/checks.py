@@ -32,9 +32,13 @@ _WRITTEN_BY_ACCELERATE = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FS
 def obey_use_cpu() -> None:
     """Hide GPUs from torch where `accelerate launch` was told to use the CPU; before anything asks for them.
 
-    Accelerate itself obeys it in a single process only; several would train on GPUs, or all on one.
+    Accelerate itself obeys it in a single process only; several would train on GPUs, or all on one. Options
+    of its command line that ask for GPUs come before its file.
     """
-    if _launch_settings().get("use_cpu") is True:
+    settings = _launch_settings()
+    if settings.get("use_cpu") is True and not settings["is_parallel"]:
+        if Path("/proc/driver/nvidia/gpus").is_dir() and not int(os.environ.get("LOCAL_RANK") or 0):
+            print("note: use_cpu of accelerate launch hides this machine's GPUs", file=sys.stderr)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -63,11 +67,14 @@ def check_environment() -> None:
         advice = f"unset {', '.join(needed)} to train alone"
         print(f"note: by {found}, this process waits for the other ranks; {advice}", file=sys.stderr)
     last, processes = (int(os.environ.get(name) or 0) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    if (processes := max(last + 1, processes)) > (gpus := gpu_count()) > 0:
-        raise ConfigError(
-            f"launch: expected one process per GPU, found {processes} processes and {gpus} GPUs here; "
-            "start fewer, show all GPUs to each, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
-        ).of_all_ranks()
+    if max(last + 1, processes) > (gpus := gpu_count()) > 0:
+        error = ConfigError(
+            f"launch: expected one process per GPU, so at most {gpus} here, found "
+            f"{processes or f'LOCAL_RANK={last}'}; start fewer, show all GPUs to each, or set "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+        error.shared = last > 0  # ranks of other machines may not have it
+        raise error
 
 
 def check_world_size(world_size: int) -> None:
@@ -113,21 +120,26 @@ def default_accelerate_file() -> Path:
 
 def _launch_settings() -> dict[str, Any]:
     """Settings of the parent `accelerate launch`: its file's, but first of all its options `--num_processes`
-    and `--cpu`; empty without such a parent."""
+    and `--cpu`; `is_parallel`: its options ask for GPUs. Empty without such a parent."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--num_processes", "--num-processes", type=int, default=argparse.SUPPRESS)
     parser.add_argument("--cpu", dest="use_cpu", action="store_true", default=argparse.SUPPRESS)
-    parser.add_argument("--config_file", "--config-file", type=Path)
+    for name in ("multi_gpu", "use_fsdp", "use_deepspeed"):
+        both = f"--{name}", f"--{name.replace('_', '-')}"
+        parser.add_argument(*both, dest="is_parallel", action="store_true")
+    parser.add_argument("--config_file", "--config-file")
     arguments = accelerate_launch_arguments()
     if not arguments:
         return {}
     script = next((i for i, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
     known = vars(parser.parse_known_args(arguments[:script])[0])
-    file, settings = known.pop("config_file") or default_accelerate_file(), None
-    if file.is_file():  # a pipe of the launcher's is none of this process's
-        with suppress(OSError, ValueError):
-            settings = read_yaml_file(file)
-    return (settings if isinstance(settings, dict) else {}) | known
+    file, settings = known.pop("config_file"), dict[str, Any]()
+    if file is None and "use_cpu" not in known:  # with --cpu, Accelerate reads no file of its own
+        file = default_accelerate_file()
+    if file and not str(file).startswith("/dev/"):  # an open file of the launcher's is none of this process's
+        with suppress(ConfigError):
+            settings = read_accelerate_file(Path(file))
+    return settings | known
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import PretrainError, ResourceError
-from llm_pretrain.memory import estimate_memory
+from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory
 from llm_pretrain.model.sizes import count_parameters
 from llm_pretrain.text import first_line, size_text
 
@@ -96,8 +96,7 @@ def check_memory(config: Config, world_size: int, device: torch.device) -> list[
 
 
 def _gpu_memory(device: torch.device) -> MemoryLimit:
-    free, _ = torch.cuda.mem_get_info(device)
-    return MemoryLimit(free + torch.cuda.memory_reserved(device), "the GPU's free memory is")
+    return MemoryLimit(torch.cuda.get_device_properties(device).total_memory, "the GPU has")
 
 
 def _host_memory(processes: int) -> MemoryLimit:
@@ -111,10 +110,10 @@ def _host_memory(processes: int) -> MemoryLimit:
 
 
 def step_warnings(config: Config, world_size: int, device: torch.device) -> list[str]:
-    """A warning if the estimated peak of a training step exceeds what is free of the GPU's memory. On a CPU:
-    if the peaks of all the run's processes together exceed this machine's memory."""
+    """A warning if the estimated peak of a training step exceeds the GPU's memory. On a CPU: if the peaks of
+    all the run's processes together exceed this machine's memory."""
     on_gpu = device.type != "cpu"
-    peak = estimate_memory(config, world_size, on_gpu=on_gpu).peak
+    peak = estimate_memory(config, world_size, on_gpu=on_gpu).peak + (CUDA_CONTEXT if on_gpu else 0)
     memory = _gpu_memory(device) if on_gpu else _host_memory(world_size)
     if peak <= memory.total:
         return []

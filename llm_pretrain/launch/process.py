@@ -58,10 +58,9 @@ def prepare_process(config: Config) -> None:
     check_parent_alive()
     # Accelerate's DDP options have the deprecated name only; both launch paths must set equal options.
     warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated", category=FutureWarning)
-    # advice of torch's compiler that would change the bits of every product in fp32
-    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores", category=UserWarning)
-    # a note to torch's own developers, for a loss of few rows
-    warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled", category=UserWarning)
+    # Notes of torch's compiler; TF32 would change the bits of every product in fp32.
+    for message in ("TensorFloat32 tensor cores", r"\s*Online softmax is disabled"):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
     keep_freed_memory()
     _set_threads(cpu_threads(config))
     if config.training.deterministic:

@@ -130,8 +130,6 @@ def install() -> None:
         "get_device_name": lambda device=None: H100.name,
         "get_device_properties": lambda device=None: H100,
         "_get_device_properties": lambda device=None: H100,
-        "mem_get_info": lambda device=None: (H100.total_memory, H100.total_memory),
-        "memory_reserved": lambda device=None: 0,
         "Event": Event,
         "Stream": Event,
         "current_stream": lambda device=None: stream,

@@ -123,9 +123,7 @@ def test_several_gpus(plain_store: Path, tmp_path: Path, name: str):
 def test_two_processes_on_one_gpu_are_refused(plain_store: Path, tmp_path: Path):
     chosen = options("tiny-dense", plain_store)
     run = train("torchrun", 2, tmp_path / "run", chosen, exit_code=None, count=1)
-    assert refusal(run).startswith(
-        "error: launch: expected one process per GPU, found 2 processes and 1 GPUs"
-    )
+    assert refusal(run).startswith("error: launch: expected one process per GPU, so at most 1 here, found 2;")
 
 
 def test_a_file_for_the_cpu_keeps_the_gpu_idle(plain_store: Path, tmp_path: Path):
@@ -173,7 +171,9 @@ def test_an_old_driver_is_told(plain_store: Path, tmp_path: Path):
     assert "1 x cpu" in run.output
     for output in (doctor.stdout + doctor.stderr, run.output):
         (line,) = [line for line in output.splitlines() if line.startswith("warning: ")]
-        assert re.search("GPU: this machine has one, but training takes the CPU: .* driver .* too old", line)
+        assert re.search(
+            "GPU: NVIDIA's driver is here, but training takes the CPU: .* driver .* too old", line
+        )
 
 
 def test_kernels_that_compute_nothing_are_found(plain_store: Path, tmp_path: Path):

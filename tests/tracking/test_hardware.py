@@ -67,6 +67,7 @@ def test_memory_grows_with_what_is_mapped_and_written():
         (803, RuntimeError("CUDA unknown error - this may be\ndue to"), "CUDA unknown error - this may be"),
         (0, AssertionError("Torch not compiled with CUDA enabled"), "Torch not compiled with CUDA enabled"),
         (100, RuntimeError("No CUDA GPUs are available"), None),
+        (34, RuntimeError("CUDA driver is a stub library"), None),
         (None, RuntimeError("Found no NVIDIA driver on your system"), None),
     ],
 )

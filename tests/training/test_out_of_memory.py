@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,15 +117,16 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_built(monkeypatch: pyte
 def test_a_step_that_may_not_fit_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch):
     """The model fits; its activations do not."""
     gpu = torch.device("cuda", 0)
-    free = [1 << 30]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1 << 40))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 << 30)
+    total = [1 << 31]
+    properties = lambda device: SimpleNamespace(total_memory=total[0])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     long = config(training={"sequence_length": 1 << 18, "micro_batch_size": 1})
     (line,) = check_memory(long, 1, gpu)
-    need = r"a step is estimated to need about [\d.]+ GiB, the GPU's free memory is 2\.0 GiB; if it runs out"
-    assert re.match(need, line)
+    assert re.match(
+        r"a step is estimated to need about [\d.]+ GiB, the GPU has 2\.0 GiB; if it runs out", line
+    )
     assert "training.sequence_length" in line
-    free[0] = 1 << 40
+    total[0] = 1 << 40
     assert check_memory(long, 1, gpu) == []
 
 

@@ -297,6 +297,7 @@ class Launcher:
         (("bash",), 1),
         (("python", "accelerate", "launch", "train_pretrain_accelerate.py"), 2),
         (("python", "accelerate", "launch", "--num_processes", "1", "train_pretrain_accelerate.py"), 1),
+        (("python", "accelerate", "launch", "--cpu", "train_pretrain_accelerate.py"), 1),
     ],
 )
 def test_the_file_that_accelerate_finds_by_itself_counts(
@@ -320,6 +321,8 @@ def test_the_file_that_accelerate_finds_by_itself_counts(
         ("python accelerate launch --config_file gpus.yaml train_pretrain_accelerate.py", False),
         ("python accelerate launch --config_file gpus.yaml --cpu train_pretrain_accelerate.py", True),
         ("python accelerate launch --config_file gone.yaml train_pretrain_accelerate.py --cpu", False),
+        ("python accelerate launch --multi_gpu --num_processes 8 train_pretrain_accelerate.py", False),
+        ("python accelerate launch --config_file /dev/fd/9 train_pretrain_accelerate.py", False),
     ],
 )
 def test_gpus_are_hidden_where_accelerate_was_told_to_use_the_cpu(
@@ -343,12 +346,12 @@ def test_gpus_are_hidden_where_accelerate_was_told_to_use_the_cpu(
         (0, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, None),
         (2, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, None),
         (1, {}, None),
-        (1, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, 2),
-        (4, {"LOCAL_RANK": "6"}, 7),
+        (1, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "2"),
+        (4, {"LOCAL_RANK": "6"}, "LOCAL_RANK=6"),
     ],
 )
 def test_no_gpu_gets_two_processes(
-    gpus: int, variables: dict[str, str], processes: int | None, monkeypatch: pytest.MonkeyPatch
+    gpus: int, variables: dict[str, str], processes: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
@@ -358,9 +361,9 @@ def test_no_gpu_gets_two_processes(
     if processes is None:
         launch_checks.check_environment()
     else:
-        with pytest.raises(ConfigError, match=f"found {processes} processes and {gpus} GPUs here") as caught:
+        with pytest.raises(ConfigError, match=f"so at most {gpus} here, found {processes};") as caught:
             launch_checks.check_environment()
-        assert caught.value.shared
+        assert caught.value.shared == (variables["LOCAL_RANK"] != "0"), "one rank of a machine tells"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")

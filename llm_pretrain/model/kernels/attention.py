@@ -214,7 +214,7 @@ def varlen_kernel() -> tuple[Callable[..., Tensor], dict[str, Any]]:
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1, 0)}
-    if "enable_gqa" in varlen_attn.__kwdefaults__:
+    if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
         options["enable_gqa"] = True
     return varlen_attn, options  # pyright: ignore[reportReturnType] (without auxiliary results, a tensor)
 
