@@ -114,7 +114,7 @@ and batches with and without document offsets need a graph each; torch's limit o
 
 @contextmanager
 def eagerly(model: nn.Module) -> Iterator[None]:
-    """Run compiled layers eagerly inside the context; `set_stance` would import the compiler into every run."""
+    """Run compiled layers eagerly inside the context; `set_stance` would import torch's compiler for it."""
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     calls = [module._compiled_call_impl for module in compiled]
     for module in compiled:
