@@ -155,10 +155,9 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def gpu_count() -> int:
-    """GPUs that torch can use."""
+    """GPUs that torch can use; `device_count` alone asks NVML, which also counts those of an older driver."""
     import torch
 
-    # without the first question, NVML also counts those that an old driver keeps from torch
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

@@ -32,12 +32,11 @@ _WRITTEN_BY_ACCELERATE = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FS
 def obey_use_cpu() -> None:
     """Hide GPUs from torch where `accelerate launch` was told to use the CPU; before anything asks for them.
 
-    Accelerate itself obeys it in a single process only; several would train on GPUs, or all on one. Options
-    of its command line that ask for GPUs come before its file.
+    Accelerate itself obeys it in a single process only. Its options that ask for GPUs come before its file.
     """
     settings = _launch_settings()
     if settings.get("use_cpu") is True and not settings["is_parallel"]:
-        if Path("/proc/driver/nvidia/gpus").is_dir() and not int(os.environ.get("LOCAL_RANK") or 0):
+        if Path("/proc/driver/nvidia/gpus").is_dir() and os.environ.get("LOCAL_RANK", "0") == "0":
             print("note: use_cpu of accelerate launch hides this machine's GPUs", file=sys.stderr)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -66,8 +65,11 @@ def check_environment() -> None:
     if given and not is_launched and os.environ["WORLD_SIZE"] != "1":
         advice = f"unset {', '.join(needed)} to train alone"
         print(f"note: by {found}, this process waits for the other ranks; {advice}", file=sys.stderr)
-    last, processes = (int(os.environ.get(name) or 0) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    if max(last + 1, processes) > (gpus := gpu_count()) > 0:
+    local = {name: os.environ.get(name) or "0" for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    if not all(text.isdecimal() for text in local.values()):
+        raise ConfigError(f"launch: expected numbers of this machine's ranks, found {local}")
+    last, processes = map(int, local.values())
+    if given and max(last + 1, processes) > (gpus := gpu_count()) > 0:
         error = ConfigError(
             f"launch: expected one process per GPU, so at most {gpus} here, found "
             f"{processes or f'LOCAL_RANK={last}'}; start fewer, show all GPUs to each, or set "
@@ -119,14 +121,13 @@ def default_accelerate_file() -> Path:
 
 
 def _launch_settings() -> dict[str, Any]:
-    """Settings of the parent `accelerate launch`: its file's, but first of all its options `--num_processes`
-    and `--cpu`; `is_parallel`: its options ask for GPUs. Empty without such a parent."""
+    """`num_processes` and `use_cpu` of the parent `accelerate launch`, by its options or else its file, with
+    all else of the file; `is_parallel`: its options ask for GPUs. Empty without such a parent."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--num_processes", "--num-processes", type=int, default=argparse.SUPPRESS)
     parser.add_argument("--cpu", dest="use_cpu", action="store_true", default=argparse.SUPPRESS)
-    for name in ("multi_gpu", "use_fsdp", "use_deepspeed"):
-        both = f"--{name}", f"--{name.replace('_', '-')}"
-        parser.add_argument(*both, dest="is_parallel", action="store_true")
+    wishes = ("--multi_gpu", "--multi-gpu", "--use_fsdp", "--use-fsdp", "--use_deepspeed", "--use-deepspeed")
+    parser.add_argument(*wishes, dest="is_parallel", action="store_true")
     parser.add_argument("--config_file", "--config-file")
     arguments = accelerate_launch_arguments()
     if not arguments:

@@ -56,7 +56,7 @@ static size_t total_memory(void) {
 
 int cudaGetDeviceProperties(struct cudaDeviceProp *found, int device) {
     memset(found, 0, sizeof *found);
-    strcpy(found->name, "NVIDIA H100 (idle)");
+    strcpy(found->name, "idle GPU");
     found->totalGlobalMem = total_memory();
     found->sharedMemPerBlock = 49152;
     found->sharedMemPerBlockOptin = 232448;

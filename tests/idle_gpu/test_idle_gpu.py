@@ -180,5 +180,5 @@ def test_kernels_that_compute_nothing_are_found(plain_store: Path, tmp_path: Pat
     chosen = options("tiny-dense", plain_store)
     run = train("torchrun", 1, tmp_path / "run", chosen, exit_code=None, self_check=True)
     lines = refusal(run).splitlines()
-    assert all(re.search(r"differ by .* on NVIDIA H100 \(idle\) \(9.0\)", line) for line in lines)
+    assert all(re.search(r"differ by .* on idle GPU \(9.0\)", line) for line in lines)
     assert re.search("found none: attention sdpa computed results that differ", lines[0])

@@ -346,6 +346,7 @@ def test_gpus_are_hidden_where_accelerate_was_told_to_use_the_cpu(
         (0, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, None),
         (2, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, None),
         (1, {}, None),
+        (1, {"LOCAL_WORLD_SIZE": "8"}, None),
         (1, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "2"),
         (4, {"LOCAL_RANK": "6"}, "LOCAL_RANK=6"),
     ],
@@ -354,9 +355,9 @@ def test_no_gpu_gets_two_processes(
     gpus: int, variables: dict[str, str], processes: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
+        monkeypatch.setenv(name, "1" if "LOCAL_RANK" in variables else "")
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, variables.get(name, "0"))
+        monkeypatch.setenv(name, variables.get(name, ""))
     monkeypatch.setattr(launch_checks, "gpu_count", lambda: gpus)
     if processes is None:
         launch_checks.check_environment()
@@ -364,6 +365,15 @@ def test_no_gpu_gets_two_processes(
         with pytest.raises(ConfigError, match=f"so at most {gpus} here, found {processes};") as caught:
             launch_checks.check_environment()
         assert caught.value.shared == (variables["LOCAL_RANK"] != "0"), "one rank of a machine tells"
+
+
+def test_numbers_of_local_ranks_are_numbers(monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("LOCAL_WORLD_SIZE", "2.5"), ("LOCAL_RANK", "-1")):
+        for other in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(other, "1")
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"expected numbers of this machine's ranks, found .*'{value}'"):
+            launch_checks.check_environment()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
