@@ -162,8 +162,7 @@ def gpu_count() -> int:
 
 
 def unused_gpu() -> str | None:
-    """A warning that torch cannot use the GPU of this machine's NVIDIA driver, and why; None if it can, or
-    there is no driver or no GPU for it."""
+    """A warning that torch cannot use a GPU of the NVIDIA driver here; None if it can, or there is none."""
     import torch
 
     with suppress(OSError):  # no driver

@@ -418,10 +418,11 @@ def _visible_files(
 
 
 def _stdlib_files() -> list[tuple[str, Path]]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = []
+    """Name and path of each; Debian's has a link to another of its files, which counts once."""
+    root, files = Path(sysconfig.get_paths()["stdlib"]), []
     for folder, inner, names in os.walk(root):
         # not installed packages, which can have many times as many files
         inner[:] = [name for name in inner if name not in _STDLIB_EXCLUDED]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted((path.relative_to(root).as_posix(), path) for path in files)
+    once = {os.path.realpath(path): path for path in sorted(files, reverse=True)}
+    return sorted((path.relative_to(root).as_posix(), path) for path in once.values())

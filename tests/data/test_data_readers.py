@@ -600,6 +600,15 @@ def test_every_documented_public_definition_becomes_a_conversation(tmp_path: Pat
     ]
 
 
+def test_a_link_inside_the_standard_library_is_not_read_again(tmp_path: Path, monkeypatch):
+    """As Debian's `_sysconfigdata__linux_x86_64-linux-gnu.py` is one."""
+    (tmp_path / "b.py").write_text("first = 1\n")
+    (tmp_path / "a.py").symlink_to("b.py")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    (record,) = read_records(["stdlib"])
+    assert (record.name, parse_record(record).text()) == ("a.py", "first = 1\n")
+
+
 def test_the_input_yields_conversations_with_ascending_lines():
     lines: dict[str, int] = {}
     for record in islice(read_records([STDLIB_CHAT]), 300):
